@@ -2,8 +2,9 @@
 
     python benchmarks/server_cost.py [--pairs N] [--quick] [--json] [--strict]
 
-One process, one thread. Ours is Server.handle(push) under `async` (with its check for NaN and infinity) and the write
-of the weights into the worker's buffers; the peer is rule.apply and copy_ on the same sizes, also in shared memory.
+One process, one thread. Ours is Server.handle(push) under `async` (with its guard, which measures the push) and the
+write of the weights into the worker's buffers; the peer is rule.apply and copy_ on the same sizes, also in shared
+memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from paceline.core.optimizers import Adam, Optimizer, Sgd
 from paceline.core.policies import Async
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule, Training
-from paceline.core.server import Roster, Server
+from paceline.core.server import PushGuard, Roster, Server
 from paceline.interfaces import Arrival
 from paceline.transports.shared_memory import SharedBuffers
 
@@ -42,6 +43,7 @@ class Served:
         self._slots = slots
         training = Training(Budget(1 << 62, 60_000), Schedule(LR))
         self._server = Server(weights, Plain(optimizer), Async(), training, Roster(NUM_WORKERS))
+        self._server.guard = PushGuard(self._server.members, self._server.norms, self._server.updater)
         replies = [reply for w in range(NUM_WORKERS) for reply in self._server.handle(Join(w, 0)).replies]
         self._serials = {reply.worker: reply.serial for reply in replies}
 

@@ -115,6 +115,15 @@ class RunConfig:
         "evaluate and save a running average of the weights: none, on, auto or a horizon in updates (default: on "
         "for async, bounded and async-local, unless the rule is plain or plain-early or the loop is your own)",
     )
+    aggregate: str | None = _strategy(
+        None,
+        "how to combine the pushes of a round, coordinate by coordinate: mean (default, by samples), median or "
+        "trimmed:K (the mean without the K lowest and highest)",
+        metavar="mean|median|trimmed:K",
+    )
+    robust: bool = _strategy(
+        False, "discard pushes whose norm is out of all proportion to the run's history, and expel who sends them"
+    )
     local_steps: str | None = _strategy(
         None,
         "for strategies with :H: even (H steps each) or speed (H steps for the fastest worker, fewer for slower "
@@ -205,7 +214,12 @@ class RunConfig:
         _positive,
         metavar="SECONDS",
     )
-    recovery: str = _run("log", "recompute (log) or drop (checkpoint) pushes after a crash", metavar="log|checkpoint")
+    recovery: str = _run(
+        "log",
+        "recompute (log) or drop (checkpoint) pushes after a crash; a diverged run goes on from its newest checkpoint "
+        "by checkpoint, or by skip-batch also without the batch that ended it",
+        metavar="log|checkpoint|skip-batch",
+    )
     durable: bool = _run(False, "sync the log to disk before each reply, so that a power failure loses no push")
     snapshots: float | None = _run(
         None,
@@ -254,8 +268,8 @@ floats are zero, and averages, statistics of norm layers and dropped pushes are 
 SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only", "parameters")
 """Settings of a simulated cluster."""
 
-UPKEEP = ("keep", "restart", "stall", "recovery", "durable", "track")
-"""Settings of the files of a run, not of its training: `paceline resume` may change them."""
+UPKEEP = ("keep", "restart", "stall", "recovery", "durable", "track", "robust")
+"""Settings of a run's files, and of what its server lets in, not of its training: `paceline resume` may change them."""
 
 SCRIPT_MAY_DECIDE = ("optimizer", "lr", "momentum", "nesterov", "betas", "weight_decay", "epochs", "epoch_mode")
 """Settings that a script may decide itself, by handing over its optimizer or its number of epochs."""

@@ -82,7 +82,7 @@ def resume(
             from paceline.runtimes.scripts.launch import resume_script
 
             return folder, resume_script(folder, config, console)
-        folder.require_unfinished()
+        folder.require_unfinished(config.recovery)
         location = locate_data(config)
         check_processes(config)
         require_device(config)

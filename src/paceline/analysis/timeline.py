@@ -177,7 +177,7 @@ class Timeline:
             if before is not None and before.activity == "dead" and now > before.since:
                 yield Span(worker, "dead", before.since, now)
             self._tracks[worker] = _WorkerTrack("waiting", now)
-        elif record.kind == "leave" and outcome.disposition == Disposition.TAKEN:
+        elif record.kind in ("leave", "expel") and outcome.disposition == Disposition.TAKEN:
             yield from self._leave(worker, now)
         elif record.kind == "resume":
             for number in list(self._tracks):

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 from paceline.config import RunConfig, max_workers_of
 from paceline.core.schedules import Budget, InnerLoop, Schedule, Training
 from paceline.settings.resolve import MODELS, lr_scale, schedule_of
-from paceline.settings.rules import build_rule, rule_of
+from paceline.settings.rules import build_rule, rule_of, trim_of
 from paceline.settings.strategies import Waiting, strategy_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from paceline.core.optimizers import GradientTransform, Optimizer
+    from paceline.core.server import TrimmedMean
     from paceline.interfaces import Layout, Policy, Rule
 
 
@@ -65,6 +66,14 @@ def make_rule(config: RunConfig, layout: Layout, max_workers: int | None = None,
 
     places = max_workers or max_workers_of(config)
     return build_rule(config, places, lambda: make_optimizer(config, layout), prepared, skew)
+
+
+def make_aggregate(config: RunConfig) -> TrimmedMean | None:
+    """How the pushes of a round are combined; None: their mean."""
+    from paceline.core.server import TrimmedMean
+
+    trim = trim_of(config)
+    return None if trim == 0 else TrimmedMean(trim)
 
 
 def make_optimizer(config: RunConfig, layout: Layout) -> Optimizer:

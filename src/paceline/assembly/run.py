@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.assembly.core import make_model, make_optimizer, make_policy, make_rule, make_training
+from paceline.assembly.core import make_aggregate, make_model, make_optimizer, make_policy, make_rule, make_training
 from paceline.assembly.task import class_labels
 from paceline.assembly.work import WorkAssignment, divide_work
 from paceline.config import RunConfig, max_workers_of
@@ -58,7 +58,9 @@ def make_server(
         make_policy(config),
         make_training(config, work.budget),
         make_roster(config),
-        Exchange(codecs_of(config, task.layout)) if mean is None else Exchange(nbytes=nbytes, mean=mean),
+        Exchange(codecs_of(config, task.layout), aggregate=make_aggregate(config))
+        if mean is None
+        else Exchange(nbytes=nbytes, mean=mean),
     )
 
 

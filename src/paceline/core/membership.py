@@ -38,7 +38,8 @@ class Member:
     departed: bool = False  # the worker left before the run was over, with work left
     own_loop: bool = False  # its dropped pushes count towards the quota
     dropped: int = 0  # pushes that were dropped, if they count towards the quota
-    discarded: int = 0  # pushes of this incarnation that the policy dropped
+    discarded: int = 0  # pushes of this incarnation that the policy dropped, or the guard discarded
+    expelled: bool = False  # the worker was turned out, and does not come back before the run is resumed
 
     @property
     def saved(self) -> int:

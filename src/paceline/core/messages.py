@@ -63,6 +63,31 @@ class Leave(NamedTuple):
     incarnation: int
 
 
+class Expel(NamedTuple):
+    """A worker is turned out: the server computed its push again and found another, or discarded too many of them.
+
+    Its push is not an input of its own. The worker counts as gone, and stays out until the run is resumed.
+    """
+
+    worker: int
+    incarnation: int
+
+
+class Discard(NamedTuple):
+    """A push far beyond the run's history is discarded, with `--robust`; its worker computes the batch again."""
+
+    worker: int
+    incarnation: int
+    seq: int
+
+
+class SkipBatch(NamedTuple):
+    """Never compute batch number `batch` of `worker`: it made the run diverge, and the run was resumed before it."""
+
+    worker: int
+    batch: int
+
+
 class SetLocalSteps(NamedTuple):
     """Change a setting: from its next reply on, `worker` makes `steps` local steps per push."""
 
@@ -124,7 +149,8 @@ class Resume:
 
 
 OwnLoopInput: TypeAlias = SetLrFactor | ReadWeights | EstimatedStatistics
-Input: TypeAlias = Join | Push | Leave | SetLocalSteps | OwnLoopInput | Drain | Stop | Resume
+GuardInput: TypeAlias = Expel | Discard | SkipBatch
+Input: TypeAlias = Join | Push | Leave | GuardInput | SetLocalSteps | OwnLoopInput | Drain | Stop | Resume
 
 
 class DataAssignment(NamedTuple):
@@ -169,6 +195,10 @@ class Disposition(enum.IntEnum):
     """The push is a duplicate: it is answered again and not applied again."""
     LATE = 4
     """The push arrived after the end of training."""
+    DISCARDED = 5
+    """The guard turned the push down; nothing has changed. The driver hands in a `Discard` instead of the push."""
+    EXPELLED = 6
+    """The guard turned the worker out; nothing has changed. The driver hands in an `Expel` instead of the push."""
 
 
 class Outcome(NamedTuple):

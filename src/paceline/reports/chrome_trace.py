@@ -24,7 +24,16 @@ ORDER = ("computing", "sending", "waiting", "paused")
 MAX_PUSHES = 30_000
 MAX_ROWS = 5_000
 COUNTERS = {"loss": "loss", "rate": "samples/s", "staleness": "staleness", "updates": "version", "lr": "lr"}
-WORKER_EVENTS = ("worker_joined", "worker_left", "worker_lost", "worker_draining", "stalled", "local_steps", "expelled")
+WORKER_EVENTS = (
+    "worker_joined",
+    "worker_left",
+    "worker_lost",
+    "worker_draining",
+    "stalled",
+    "local_steps",
+    "expelled",
+    "suspicious",
+)
 RUN_EVENTS = ("evaluation", "checkpoint", "fault", "deal", "stopped", "run_resumed", "recovered", "run_ended")
 TraceEvent = dict[str, Any]
 

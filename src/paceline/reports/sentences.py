@@ -110,6 +110,9 @@ def _run_event(row: dict[str, Any]) -> str | None:
         case "fault":
             target = f" of worker {row['worker']}" if row.get("worker") is not None else ""
             return f"injected fault: {row.get('fault')}{target}"
+        case "suspicious" | "not_finite":
+            verb = " looks suspicious" if row["kind"] == "suspicious" else ""
+            return f"worker {row.get('worker')}{verb}: {row.get('why')}"
         case "run_resumed":
             return f"the run resumed at update {_amount(row, 'updates')}"
         case "recovered":

@@ -15,9 +15,12 @@ from pathlib import Path
 from paceline.config import UPKEEP, RunConfig, max_workers_of, to_toml
 from paceline.core import messages
 from paceline.core.messages import (
+    Discard,
     Disposition,
     Drain,
     EstimatedStatistics,
+    Expel,
+    GuardInput,
     Join,
     Leave,
     OwnLoopInput,
@@ -26,6 +29,7 @@ from paceline.core.messages import (
     Resume,
     SetLocalSteps,
     SetLrFactor,
+    SkipBatch,
     Stop,
 )
 from paceline.errors import UserError
@@ -34,6 +38,7 @@ _RECORD = struct.Struct("<BBHIIIIfd")
 _CHECK = struct.Struct("<I")
 RECORD_BYTES = _RECORD.size + _CHECK.size
 _JOIN, _PUSH, _LEAVE, _STOP, _RESUME, _STEPS, _DRAIN, _RATE, _READ, _STATISTICS = range(1, 11)
+_EXPEL, _DISCARD, _SKIP = range(11, 14)
 _NO_QUOTA = 0xFFFFFFFF
 PUSH_KIND, RESUME_KIND = _PUSH, _RESUME  # record kinds as the first byte of a record stores them
 MAGIC = b"paceline arrivals 1 "
@@ -54,7 +59,7 @@ class Record:
     disposition: Disposition
 
     @property
-    def message(self) -> Join | Leave | SetLocalSteps | OwnLoopInput | Drain | Stop | Resume:
+    def message(self) -> Join | Leave | GuardInput | SetLocalSteps | OwnLoopInput | Drain | Stop | Resume:
         """The input itself; for every kind but a push."""
         match self.kind:
             case "join":
@@ -62,6 +67,8 @@ class Record:
                 return Join(self.worker, self.incarnation, quota, self.reply, bool(self.samples))
             case "leave":
                 return Leave(self.worker, self.incarnation)
+            case "expel" | "discard" | "skip":
+                return self._guard_input
             case "steps":
                 return SetLocalSteps(self.worker, self.seq)
             case "rate":
@@ -76,6 +83,14 @@ class Record:
                 return Resume(undone=self.seq, lost=self.reply)
         assert self.kind == "stop", self.kind
         return Stop()
+
+    @property
+    def _guard_input(self) -> GuardInput:
+        if self.kind == "expel":
+            return Expel(self.worker, self.incarnation)
+        if self.kind == "discard":
+            return Discard(self.worker, self.incarnation, self.seq)
+        return SkipBatch(self.worker, self.seq)
 
 
 def fingerprint(config: RunConfig) -> str:
@@ -102,6 +117,9 @@ class ArrivalLog:
                 fields = (_JOIN, disposition, worker, incarnation, amount, threads, own_loop, 0.0, now)
             case Leave(worker, incarnation):
                 fields = (_LEAVE, disposition, worker, incarnation, 0, 0, 0, 0.0, now)
+            case Expel() | Discard() | SkipBatch():
+                kind, incarnation, seq = _guard_fields(message)
+                fields = (kind, disposition, message.worker, incarnation, seq, 0, 0, 0.0, now)
             case SetLocalSteps(worker, steps):
                 fields = (_STEPS, disposition, worker, 0, steps, 0, 0, 0.0, now)
             case SetLrFactor() | ReadWeights() | EstimatedStatistics():
@@ -139,8 +157,20 @@ def _own_loop_fields(message: OwnLoopInput) -> tuple[int, int, int, int]:
             return _STATISTICS, 0, 0, samples
 
 
+def _guard_fields(message: GuardInput) -> tuple[int, int, int]:
+    """The kind, incarnation and seq of a record."""
+    match message:
+        case Expel(_, incarnation):
+            return _EXPEL, incarnation, 0
+        case Discard(_, incarnation, seq):
+            return _DISCARD, incarnation, seq
+        case SkipBatch(_, batch):
+            return _SKIP, 0, batch
+
+
 _KINDS = {_JOIN: "join", _PUSH: "push", _LEAVE: "leave", _STOP: "stop", _RESUME: "resume", _STEPS: "steps"}
 _KINDS |= {_DRAIN: "drain", _RATE: "rate", _READ: "read", _STATISTICS: "statistics"}
+_KINDS |= {_EXPEL: "expel", _DISCARD: "discard", _SKIP: "skip"}
 _VERDICTS = frozenset(Disposition)
 SEARCH_NBYTES = 1 << 16  # how far after a damaged byte to search for records at shifted offsets
 

@@ -79,7 +79,7 @@ def take_checkpoint(
     """Copy the server's state, and each live worker's weights and local state, as a `Checkpoint`."""
     room = room if room is not None else CopyBuffers()
     copies = {name: room.copy(tensor) for name, tensor in _tensors_of(server, memories).items()}
-    return Checkpoint(server_facts(server), copies, log_offset, now)
+    return Checkpoint({**server_facts(server), "norms": server.norms.facts()}, copies, log_offset, now)
 
 
 def tensor_kinds(server: Server, memories: Mapping[int, WorkerBuffers]) -> list[Kind]:
@@ -116,6 +116,7 @@ def restore(server: Server, checkpoint: Checkpoint) -> None:
     _require_same_rule(server, checkpoint)
     _require_same_codecs(server, checkpoint)
     restore_server(server, checkpoint.facts, checkpoint.tensors["weights"], checkpoint.group("rule."))
+    server.norms.restore(checkpoint.facts.get("norms", {}))
     if server.differences is not None:
         sent = {int(worker): weights for worker, weights in checkpoint.group("sent.").items()}
         held = {worker: weights for worker, weights in sent.items() if server.members[worker].serial >= 0}

@@ -142,11 +142,18 @@ class RunFolder:
             raise UserError(f"{self.result_file} cannot be read ({error}): the run folder is damaged") from None
         return loaded
 
-    def require_unfinished(self) -> None:
-        """Refuse a run that finished or diverged: it cannot be resumed."""
+    def require_unfinished(self, recovery: str = "log") -> None:
+        """Refuse a run that ended: it cannot be resumed, but for a diverged one, from before its divergence."""
         result = self.result()
-        if result is not None and result["status"] != "stopped":
-            end = f"{result['status']} after {result['updates']} updates"
+        if result is None or result["status"] == "stopped":
+            return
+        end, diverged = f"{result['status']} after {result['updates']} updates", result["status"] == "diverged"
+        if diverged and recovery == "log":
+            ways = (
+                "--recovery checkpoint goes back to its newest checkpoint, --recovery skip-batch also skips the batch"
+            )
+            raise UserError(f"{self.path} is {end}: {ways}")
+        if not diverged:
             raise UserError(f"{self.path} is {end}: there is nothing to resume")
 
     def write_result(self, result: dict[str, Any]) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from paceline.config import RunConfig
-from paceline.core.messages import Disposition, Join, Resume
-from paceline.core.server import Server
+from paceline.core.messages import Disposition, Join, Resume, SkipBatch
+from paceline.core.server import PushGuard, Server
 from paceline.core.worker import LocalWorker
 from paceline.errors import UserError
 from paceline.interfaces import Report
@@ -26,7 +26,7 @@ from paceline.runs.folder import RunFolder
 from paceline.runs.replay import Replay, ReplayThreads
 from paceline.runs.result import NamedTensors
 from paceline.runs.snapshots import drop_best_after, drop_snapshots_after, snapshots_of
-from paceline.settings.strategies import keeps_own, on_ring
+from paceline.settings.strategies import Feature, keeps_own, on_ring, require_feature
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class RecoveryResult:
     pushes: int
     seconds: float
     incarnation: int  # the first that no worker has used, undone records included
+    skip: SkipBatch | None = None  # the batch that ended the run, if it is to be passed over
 
 
 def rebuild(
@@ -55,7 +56,7 @@ def rebuild(
     taken again, including those the crash prevented.
     """
     began = time.perf_counter()
-    skips = config.recovery == "checkpoint"
+    skips, batch = config.recovery != "log", _batch_to_skip(config, folder, report)
     checkpoint = _newest_usable(config, folder, report, skips)
     log = _read_tail(config, folder, checkpoint, report, skips)
     before = torch.get_num_threads()
@@ -64,6 +65,8 @@ def rebuild(
     effective = log.effective_records
     records = [] if skips else effective
     incarnation, _ = next_incarnation(folder.arrivals_file, config)
+    if not on_ring(config):  # as the host's guard has learned from them
+        server.guard = PushGuard(server.members, server.norms, server.updater, follows_log=True)
     replay = Replay(server, make_worker, None if skips else checkpoint, ReplayThreads(config.threads or 1, before))
     drop_snapshots_after(folder, checkpoint.version if checkpoint is not None else -1)
     resume = _undo(checkpoint, log, effective, report) if skips else Resume()
@@ -80,11 +83,30 @@ def rebuild(
         text = f"recomputed pushes differ from the logged ones on this machine ({first}): the run continues"
         report({"kind": "note", "text": text})
     if server.divergence is not None:
-        raise UserError(f"{folder.path} diverged at update {server.version}: start a new run with a lower --lr instead")
+        ways = "--recovery checkpoint goes back to its newest checkpoint; or start a new run with a lower --lr"
+        raise UserError(f"{folder.path} diverged at update {server.version}: {ways}")
     drop_best_after(folder, server.version)
     now = log.records[-1].now if log.records else (checkpoint.now if checkpoint is not None else 0.0)
     version = checkpoint.version if checkpoint is not None else None
-    return RecoveryResult(now, resume, version, pushes, time.perf_counter() - began, incarnation)
+    return RecoveryResult(now, resume, version, pushes, time.perf_counter() - began, incarnation, batch)
+
+
+def _batch_to_skip(config: RunConfig, folder: RunFolder, report: Report) -> SkipBatch | None:
+    """Return the batch that made a run diverge, if the user asked to pass over it."""
+    if config.recovery != "skip-batch":
+        return None
+    require_feature(config, Feature.SKIP_BATCH, "--recovery skip-batch")
+    if config.max_workers is not None:
+        what = f"--max-workers {config.max_workers}: the resumed run divides the data again, into other batches"
+        raise UserError(f"--recovery skip-batch: {what}; use --recovery checkpoint")
+    result = folder.result() or {}
+    if result.get("status") != "diverged":
+        report({"kind": "note", "text": "no batch is passed over: the run did not diverge (--recovery skip-batch)"})
+        return None
+    if (found := result.get("divergence")) is None:
+        why = "its weights overflowed, no single batch did it"
+        raise UserError(f"--recovery skip-batch: {folder.path} names none: {why}; use --recovery checkpoint")
+    return SkipBatch(int(found["worker"]), int(found["batch"]))
 
 
 def _report_failures(writer: BackgroundWriter, report: Report) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.buffers import WorkerBuffers
-from paceline.core.messages import Disposition, Input, Join, Push, Reply
+from paceline.core.messages import Discard, Disposition, Input, Join, Push, Reply
 from paceline.core.server import Server
 from paceline.errors import RunFailed
 from paceline.runs.arrival_log import Record
@@ -82,6 +82,41 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.cpu().view(torch.int32), other.cpu().view(torch.int32))
 
 
+def recompute_push(
+    server: Server,
+    memories: Mapping[int, WorkerBuffers],
+    make_source: MakePushSource | None,
+    why_not: str,
+    push: Push,
+) -> Push | str:
+    """Compute again what a worker has pushed, from the weights that it was sent; or return why that is impossible.
+
+    The server calls this before it takes the push, so that the newest reply to the worker is the one it answers.
+    """
+    worker, member, memory = push.worker, server.members[push.worker], memories[push.worker]
+    if make_source is None:
+        return why_not
+    if server.codecs.push is not None or memory.sizes.local_state:
+        return "a push depends on the worker's earlier ones (error feedback, or an optimizer in the worker)"
+    held = server.differences.held if server.differences is not None else {}
+    threads = torch.get_num_threads()
+    try:
+        with torch.inference_mode(False):
+            source = make_source(Join(worker, member.incarnation, member.quota, member.threads))
+            source.memory.weights.copy_(held.get(worker, memory.weights))
+            if worker in server.worker_states:
+                source.memory.state.copy_(server.worker_states[worker])
+            source.pending = server.last_answer(worker)
+            torch.set_num_threads(member.threads or threads)
+            again = source.push()
+    except Exception as error:  # a user's task may raise anything, and the push decides without it
+        return f"{type(error).__name__} in the attempt"
+    finally:
+        torch.set_num_threads(threads)
+    assert again is not None, "the newest reply of a worker that pushes is not its last"
+    return again
+
+
 def _ignore(reply: Reply) -> None:
     """Do nothing: a worker in this process finds its reply in `pending`."""
 
@@ -144,6 +179,8 @@ class Replay:
 
     def _apply(self, record: Record, number: int) -> None:
         message: Input | None = self._push(record, number) if record.kind == "push" else record.message
+        if isinstance(message, Discard) and record.disposition == Disposition.TAKEN:
+            self._compute_discarded(record)
         if message is None:
             return
         version = self.server.version
@@ -184,6 +221,13 @@ class Replay:
         if not same_float32(push.loss, record.loss):
             self._record_mismatch(record, "loss", record.loss, push.loss)
         return push
+
+    def _compute_discarded(self, record: Record) -> None:
+        """Compute a push that its run discarded: the worker's own state goes on from there, and is taken back."""
+        source = self.sources[record.worker]
+        self._use_threads(self._threads and (source.join.threads or self._threads.worker))
+        if source.pending is not None:
+            source.push()
 
     def _record_mismatch(self, record: Record, what: str, recorded: float, replayed: float) -> None:
         if self.mismatch is None:

@@ -187,7 +187,7 @@ def make_result(
     *more: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Everything that `result.json` holds; `more` are the rows that depend on how the run was made."""
-    status = status_of(server, stop_reason)
+    status, found = status_of(server, stop_reason), server.divergence
     result = {
         **summarise(config, server, seconds, scores),
         "weights_sha256": weights_sha256(tensors),
@@ -195,6 +195,7 @@ def make_result(
         "status": status,
         "reason": why_diverged(config, server) if status == "diverged" else stop_reason,
         "lost_workers": lost_workers,
+        **({"divergence": {"worker": found.worker, "batch": found.batch}} if found is not None else {}),
     }
     for rows in more:
         result |= rows

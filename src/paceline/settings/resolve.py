@@ -19,7 +19,7 @@ from paceline.settings.durations import delays_of
 from paceline.settings.imports import check_tracker
 from paceline.settings.notation import count
 from paceline.settings.preprocessing import check_augmentation, fold_of, split_of, ways_of
-from paceline.settings.rules import average_horizon, check_rule
+from paceline.settings.rules import average_horizon, check_aggregate, check_rule, trim_of
 from paceline.settings.stopping import check_goals
 from paceline.settings.strategies import Feature, Strategy, Waiting, in_this_process, require_feature, strategy_of
 
@@ -47,7 +47,7 @@ _NAMED = {
     "epoch_mode": ("shared", "own"),
     "device": ("cpu", "cuda"),
     "score": ("all", "test", "none"),
-    "recovery": ("log", "checkpoint"),
+    "recovery": ("log", "checkpoint", "skip-batch"),
     "precision": ("fp32", "bf16"),
     "local_steps": ("even", "speed"),
     "path": ("star", "ring"),
@@ -112,6 +112,7 @@ def resolve(config: RunConfig, launched: bool = False) -> RunConfig:
         threads=config.threads or max(1, len(os.sched_getaffinity(0)) // workers),
         channels_last=fast_on_gpu if config.channels_last is None else config.channels_last,
         augment=_augment(config),
+        aggregate=None if trim_of(config) == 0 else config.aggregate,
         **_local_settings(config, strategy),
         task=_anchored(config.task),
         data_dir=os.path.abspath(config.data_dir) if config.data_dir is not None else None,  # noqa: PTH100
@@ -252,6 +253,9 @@ def _check_combinations(config: RunConfig, strategy: Strategy, workers: int) -> 
     if config.shard_weights is not None and len(config.shard_weights) != workers:
         raise UserError(f"--shard-weights gives {len(config.shard_weights)} weights for {workers} workers: one each")
     _check_paths(config)
+    check_aggregate(config, workers)
+    if config.robust:
+        require_feature(config, Feature.ROBUST, "--robust")
     if config.nesterov and not config.momentum:
         raise UserError("--nesterov needs a momentum above 0")
 
@@ -311,5 +315,6 @@ PARSED: dict[str, Callable[[RunConfig], object]] = {
     "augment": check_augmentation,
     "max_length": check_augmentation,
     "stall": _check_stall,
+    "aggregate": trim_of,
 }
 """Settings with a notation of their own, and what parses and checks each."""

@@ -266,3 +266,24 @@ def _stepping_itself(config: RunConfig, max_workers: int, prepared: GradientTran
         "foresight-fair": ForesightFair,
     }
     return rules[name](config.momentum, max_workers, prepared)
+
+
+def trim_of(config: RunConfig) -> int | None:
+    """How many of the lowest and the highest values of a round `--aggregate` leaves out: K, 0, or None for a median."""
+    letters = {"mean": "", "median": "", "trimmed": "K"}
+    name, argument = name_and_argument("aggregate", config.aggregate or "mean", letters)
+    if name == "trimmed":
+        return whole_number("aggregate", config.aggregate or "", argument, 1)
+    return None if name == "median" else 0
+
+
+def check_aggregate(config: RunConfig, workers: int) -> None:
+    """Refuse a way to combine pushes that the strategy does not have, or that leaves no push."""
+    trim, asked = trim_of(config), f"--aggregate {config.aggregate}"
+    if trim == 0:
+        return
+    require_feature(config, Feature.AGGREGATE, asked)
+    pushes = strategy_of(config).pushes_per_update(workers)
+    if trim is not None and 2 * trim >= pushes:
+        what = f"a round of --strategy {config.strategy} with {workers} workers has {pushes} pushes"
+        raise UserError(f"{asked}: {what}, and {2 * trim} are left out; use more than {2 * trim}, or a lower K")

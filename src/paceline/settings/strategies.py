@@ -55,6 +55,9 @@ class Feature(Enum):
     RESTART = auto()
     CAPTURE = auto()
     OWN_LOOP = auto()  # `paceline run`: the script makes the steps
+    SKIP_BATCH = auto()  # `--recovery skip-batch`
+    AGGREGATE = auto()  # `--aggregate` other than `mean`
+    ROBUST = auto()  # `--robust`
     RING_PATH = auto()
     STAR_PATH = auto()
     LOCAL_STEPS = auto()  # `--local-steps`
@@ -76,6 +79,7 @@ _NO_DRIFTS: Refusals = {
     Feature.OUTER_OPTIMIZER: "has no drifts; use diloco:H",
     Feature.DRIFT_RULE: "pushes gradients, and the rule is for drifts: use --rule auto",
 }
+_ALONE: Refusals = {Feature.AGGREGATE: "applies one push at a time; use sync or backup:B, or leave it out"}
 _NEEDS_SERVER: Refusals = {Feature.RING_PATH: "needs a server; use allreduce, local:H or diloco:H"}
 _ON_SERVER: Refusals = {**_NO_DRIFTS, **_NEEDS_SERVER}
 _IN_ROUNDS: Refusals = {
@@ -83,9 +87,14 @@ _IN_ROUNDS: Refusals = {
     Feature.DROPPING_RULE: f"averages the pushes of a round, and the rule drops single ones: {_PLAIN}",
 }
 _STEPS_INSIDE: Refusals = {
-    Feature.OWN_LOOP: "pushes drifts, and your own loop gradients: use sync, async or bounded:S, or paceline.train"
+    Feature.SKIP_BATCH: "pushes several batches at once, and after the checkpoint perhaps others; "
+    "use --recovery checkpoint",
+    Feature.OWN_LOOP: "pushes drifts, and your own loop gradients: use sync, async or bounded:S, or paceline.train",
 }
 _ON_RING: Refusals = {
+    Feature.ROBUST: "is a ring, where no server takes single pushes; leave it out, or use sync",
+    Feature.AGGREGATE: "is a ring, which adds pushes up on their way; use sync or backup:B",
+    Feature.SKIP_BATCH: "is a ring, where every worker has its own copy of the server; use --recovery checkpoint",
     Feature.CODEC: f"compresses only between ranks that torchrun or srun started; {_ONE_AT_A_TIME}",
     Feature.PULL_CODEC: f"has no server that replies; {_ONE_AT_A_TIME}",
     Feature.ELASTIC: "is a ring, which no worker can join; use sync, async or bounded, or leave it out",
@@ -97,6 +106,7 @@ _ON_RING: Refusals = {
 }
 _RING_OR_STAR: Refusals = {
     **_ON_RING,
+    Feature.AGGREGATE: f"{_ON_RING[Feature.AGGREGATE]}, or add --path star",
     Feature.CODEC: f"{_ON_RING[Feature.CODEC]}, or add --path star",
     Feature.PULL_CODEC: f"{_ON_RING[Feature.PULL_CODEC]}, or add --path star",
 }
@@ -134,6 +144,7 @@ STRATEGIES = {
         "plain",
         {
             **_ON_SERVER,
+            **_ALONE,
             Feature.SEVERAL_WORKERS: "is one worker; choose sync or async for more",
             Feature.CODEC: f"has no network whose bytes could be saved; {_ONE_AT_A_TIME}",
             Feature.PULL_CODEC: f"has no network whose bytes could be saved; {_ONE_AT_A_TIME}",
@@ -147,7 +158,7 @@ STRATEGIES = {
         },
     ),
     "sync": StrategyKind("replies when all have pushed", Axes(Waiting.BARRIER), "plain", {**_ON_SERVER, **_IN_ROUNDS}),
-    "async": StrategyKind("replies at once", Axes(Waiting.ASYNC), "auto", _ON_SERVER),
+    "async": StrategyKind("replies at once", Axes(Waiting.ASYNC), "auto", {**_ON_SERVER, **_ALONE}),
     "backup": StrategyKind(
         "replies when all but B have pushed: backup:B",
         Axes(Waiting.BARRIER),
@@ -161,6 +172,7 @@ STRATEGIES = {
         "auto",
         {
             **_ON_SERVER,
+            **_ALONE,
             Feature.DROPPING_RULE: "counts every push, and the rule drops the stale ones: use --strategy async",
         },
         letter="S",
@@ -209,6 +221,7 @@ STRATEGIES = {
         "delayed",
         {
             **_STEPS_INSIDE,
+            **_ALONE,
             **_NEEDS_SERVER,
             Feature.GRADIENT_RULE: "pushes drifts, and the rule is for gradients: use --rule delayed, its default",
         },

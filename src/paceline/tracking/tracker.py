@@ -61,7 +61,7 @@ def fields_text(fields: dict[str, Any]) -> str:
 
 TEXT_EVENTS = frozenset(
     {"run_resumed", "recovered", "worker_joined", "worker_left", "worker_lost", "worker_draining", "stalled"}
-    | {"local_steps", "stopped", "deal", "fault", "checkpoint", "writing_failed", "turned_away", "expelled"}
-    | {"run_ended"}
+    | {"local_steps", "stopped", "deal", "fault", "checkpoint", "writing_failed", "turned_away", "run_ended"}
+    | {"expelled", "suspicious", "not_finite", "batch_skipped"}
 )
 """Kinds of rows that describe an event, not a measurement."""

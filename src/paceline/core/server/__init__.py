@@ -1,6 +1,8 @@
 """The server as a pure state machine: inputs in, replies out. It owns the weights."""
 
+from paceline.core.server.aggregation import TrimmedMean
 from paceline.core.server.checkpoint import restore_server, server_facts
+from paceline.core.server.guard import Finding, NormHistory, PushGuard
 from paceline.core.server.roster import Roster
 from paceline.core.server.server import Server
 from paceline.core.server.updates import (
@@ -18,10 +20,14 @@ __all__ = [
     "AppliedUpdate",
     "Divergence",
     "Exchange",
+    "Finding",
     "LrDisagreement",
     "Mean",
+    "NormHistory",
+    "PushGuard",
     "Roster",
     "Server",
+    "TrimmedMean",
     "Updater",
     "restore_server",
     "server_facts",

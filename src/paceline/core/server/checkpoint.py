@@ -35,6 +35,7 @@ def server_facts(server: Server) -> dict[str, Any]:
         "policy": server.policy.facts(),
         "steps": sorted(roster.steps.items()),
         **({"lr_factors": sorted(server.lr_factors.items())} if server.lr_factors else {}),
+        **({"skipped": sorted(roster.skipped)} if roster.skipped else {}),
         **({"deals": roster.assignments.facts()} if roster.assignments is not None else {}),
     }
 
@@ -53,6 +54,7 @@ def restore_server(server: Server, facts: dict[str, Any], weights: Tensor, rule_
     server.lr_factors = {int(worker): factor for worker, factor in facts.get("lr_factors", ())}
     roster = server.roster
     members = {int(worker): Member(**fields) for worker, fields in facts["members"].items()}
+    roster.skipped = {(worker, batch) for worker, batch in facts.get("skipped", ())}
     roster.replace_members(members, facts["awaited"])
     roster.steps.clear()
     roster.steps.update(facts.get("steps", ()))

@@ -29,6 +29,7 @@ class Roster:
 
         1 without quotas, and if the data of a worker that has finished is also that of others.
         """
+        self.skipped: set[tuple[int, int]] = set()  # (worker, batch): batches that are passed over
         self._batches_at_work = self._batches_finished = 0  # quotas of the workers at work, and of those that are done
         self._counted: dict[int, tuple[int, int]] = {}  # what each worker adds to these two sums
         self._has_own_data = max_workers is None and not shared_data
@@ -51,7 +52,8 @@ class Roster:
         """Make a worker, or its next incarnation, a member; None if it is not admitted."""
         before = self.members.get(join.worker)
         is_known = before is not None and (before.live or join.incarnation <= before.incarnation)
-        if is_known or join.worker >= self.max_workers:
+        is_out = before is not None and before.expelled
+        if is_known or is_out or join.worker >= self.max_workers:
             return None
         member = Member(join.incarnation, join.quota, threads=join.threads, own_loop=join.own_loop)
         if before is None:
@@ -59,14 +61,29 @@ class Roster:
         else:
             member.accepted, member.pushes, member.dropped = before.accepted, before.pushes, before.dropped
             member.released = before.draining and not before.released  # it was lost before it heard of its drain
+        member.accepted = self.past_skipped(join.worker, member.accepted)
         self.members[join.worker] = member
         self.pending.discard(join.worker)
         self.changed(join.worker)
         return member
 
+    def skip(self, worker: int, batch: int) -> None:
+        """Pass over one batch of a worker, now or when its turn comes."""
+        self.skipped.add((worker, batch))
+        if (member := self.members.get(worker)) is not None:
+            member.accepted = self.past_skipped(worker, member.accepted)
+
+    def past_skipped(self, worker: int, batch: int) -> int:
+        """The first batch of a worker, from `batch` on, that is not passed over."""
+        while (worker, batch) in self.skipped:
+            batch += 1
+        return batch
+
     def expect_again(self) -> None:
-        """Set the start barrier for every worker of the start that has work left."""
+        """Set the start barrier for every worker of the start that has work left, the expelled ones included."""
         known = self.members
+        for member in known.values():
+            member.expelled = False
         self.pending = {w for w in range(self.num_workers) if w not in known or not known[w].inactive}
 
     @property

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from paceline.core.buffers import WorkerBuffers
 from paceline.core.messages import (
+    Discard,
     Disposition,
     Drain,
+    Expel,
     Input,
     Join,
     Leave,
@@ -20,9 +22,11 @@ from paceline.core.messages import (
     Resume,
     SetLocalSteps,
     SetLrFactor,
+    SkipBatch,
     Stop,
 )
 from paceline.core.schedules import Training
+from paceline.core.server.guard import Guard, NormHistory
 from paceline.core.server.roster import Roster
 from paceline.core.server.updates import (
     RECOMPUTE_EVERY,
@@ -68,6 +72,8 @@ class Server:
         self.finished = False
         self.divergence: Divergence | None = None
         self.held: dict[int, Push] = {}  # by worker, taken pushes that wait for their round to close
+        self.norms = NormHistory()
+        self.guard: Guard | None = None  # judges each push before it counts; a replay needs none: verdicts are inputs
         self.on_update: Callable[[AppliedUpdate], None] | None = None  # called after every update
 
     @property
@@ -143,10 +149,10 @@ class Server:
                 return self._join(message)
             case Leave():
                 return self._leave(message)
-            case SetLocalSteps(worker, steps):
-                self.roster.steps[worker] = steps
-            case SetLrFactor(worker, factor):
-                self.lr_factors[worker] = factor
+            case Expel() | Discard():
+                return self._turn_down(message)
+            case SkipBatch() | SetLocalSteps() | SetLrFactor():
+                self._set(message)
             case Drain(worker):
                 return self._drain(worker)
             case Stop():
@@ -154,6 +160,15 @@ class Server:
             case Resume(_, lost):
                 self._resume(lost)
         return Outcome(Disposition.TAKEN)
+
+    def _set(self, message: SkipBatch | SetLocalSteps | SetLrFactor) -> None:
+        match message:
+            case SkipBatch(worker, batch):
+                self.roster.skip(worker, batch)
+            case SetLocalSteps(worker, steps):
+                self.roster.steps[worker] = steps
+            case SetLrFactor(worker, factor):
+                self.lr_factors[worker] = factor
 
     def _push(self, push: Push) -> Outcome:
         worker, updater, member = push.worker, self.updater, self.members.get(push.worker)
@@ -167,6 +182,9 @@ class Server:
         nbytes = updater.push_nbytes if updater.decoder is None else updater.nbytes_of(push)
         if updater.decoder is not None and not self.finished:
             push = push._replace(update=updater.decoder.decode(push.update))  # it may raise: change nothing before
+        if self.guard is not None and not self.finished and (verdict := self.guard(push)) is not None:
+            updater.free([push])
+            return Outcome(verdict)
         self.pushes, self.bytes_pushed = self.pushes + 1, self.bytes_pushed + nbytes
         member.record_push(self.version)
         member.seq, member.waiting, member.pushes = push.seq, True, member.pushes + 1
@@ -186,6 +204,23 @@ class Server:
         if self.divergence is not None and self.divergence.worker == worker:
             return Outcome(Disposition.REJECTED, replies)
         return Outcome(Disposition.DROPPED if decision.dropped else Disposition.TAKEN, replies)
+
+    def _turn_down(self, message: Expel | Discard) -> Outcome:
+        """Take the input that stands for a push which its guard turned down."""
+        worker, member = message.worker, self.members.get(message.worker)
+        if self.finished or member is None or not member.live or message.incarnation != member.incarnation:
+            return Outcome(Disposition.REJECTED)
+        if isinstance(message, Expel):
+            member.expelled = True
+            return self._leave(Leave(worker, message.incarnation))
+        if member.waiting or message.seq != member.serial:
+            return Outcome(Disposition.REJECTED)
+        self.pushes, self.dropped = self.pushes + 1, self.dropped + 1
+        self.bytes_pushed += self.updater.push_nbytes
+        member.record_push(self.version)
+        member.seq, member.waiting, member.pushes = message.seq, True, member.pushes + 1
+        member.discarded, member.dropped = member.discarded + 1, member.dropped + member.own_loop
+        return Outcome(Disposition.TAKEN, self._carry_out(Decision(release=(worker,))))
 
     def _join(self, join: Join) -> Outcome:
         was_started = self.started
@@ -294,13 +329,15 @@ class Server:
             lr *= self._agreed_factor(workers)
         broken = self.updater.apply(pushes, samples, max(staleness), lr, num_live, present)
         if broken is not None:
-            self.divergence = Divergence(broken.worker, self.version, broken.loss, bool(broken.update.isfinite().all()))
+            batch, is_finite = self.members[broken.worker].accepted, bool(broken.update.isfinite().all())
+            self.divergence = Divergence(broken.worker, self.version, broken.loss, is_finite, batch)
             return False
         self.version += 1
         self.samples += samples
         for worker, age in zip(workers, staleness, strict=True):
             self.staleness[age] += 1
-            self.members[worker].accepted += max(1, self.members[worker].steps)
+            member = self.members[worker]
+            member.accepted = self.roster.past_skipped(worker, member.accepted + max(1, member.steps))
         if self.weights.numel():  # check one worker per update, round robin: if it is silent, its gradient expires
             checked = self.roster.order[self.version % len(self.members)]
             member = self.members[checked]

@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.core.buffers import WorkerBuffers
 from paceline.core.compression import DENSE, Codecs, DeltaEncoder, PushDecoder
 from paceline.core.messages import Push
+from paceline.core.server.aggregation import TrimmedMean
 from paceline.interfaces import Arrival, Codec, Rule
 
 RECOMPUTE_EVERY = 256  # updates after which sums over all workers are recomputed
@@ -28,6 +29,7 @@ class Exchange:
     nbytes: int | None = None
     """Bytes of all weights; None: of the weights that the server has. A timing-only server has none."""
     mean: Mean | None = None  # returns the mean of a round that a ring all-reduce has already computed
+    aggregate: TrimmedMean | None = None  # combines the pushes of a round; None: their mean, by samples
     decoder: PushDecoder | None = None
     """Takes the place of the push codec's decoder, if a shard decodes its part of a push on arrival."""
 
@@ -40,6 +42,7 @@ class Divergence:
     version: int
     loss: float
     is_update_finite: bool = False
+    batch: int = 0  # the number of its batch, as replies count them; of local steps, the first
 
 
 class LrDisagreement(NamedTuple):
@@ -81,9 +84,12 @@ class Updater:
             DeltaEncoder(pull, self.codecs.key, weights) if pull is not None and weights.numel() else None
         )
         """Encodes replies as differences; None: replies are weights, or the server is timing-only."""
+        self.checks_sums = True
+        """Whether `apply` looks for a NaN or an infinity; not if a guard has measured every push on arrival."""
         self._lr, self._lr_value = torch.zeros((), device=weights.device), 0.0
-        self._mean = torch.empty_like(weights) if max_workers > 1 and exchange.mean is None else weights
-        self._mean_of = exchange.mean or self._weighted_mean
+        self._aggregate, combines = exchange.aggregate, exchange.mean or exchange.aggregate
+        self._mean = torch.empty_like(weights) if max_workers > 1 and combines is None else weights
+        self._mean_of: Mean = combines or self._weighted_mean
 
     def restrict_to(self, rule: Rule, span: slice, decoder: PushDecoder | None, pull: Codec | None) -> None:
         """Become the first of several servers: pushes, `rule` and the codec `pull` now cover `span` alone."""
@@ -105,18 +111,19 @@ class Updater:
     ) -> Push | None:
         """Make one update of one push or of the mean of several.
 
-        If a push holds a NaN or an infinity, or its loss is known and not finite, return it and change nothing.
+        If a push holds a NaN or an infinity, or its loss is known and not finite, return it and change nothing; but
+        not if the way in which a round is combined leaves out that many pushes.
         """
         if not self.weights.numel():
             return None
         update = pushes[0].update if len(pushes) == 1 else self._mean_of(pushes, samples)
-        if not math.isfinite(update.sum().item()):
+        if self.checks_sums and not math.isfinite(update.sum().item()):
             broken = [push for push in pushes if not torch.isfinite(push.update).all()]
             if broken:
                 return next((push for push in broken if not math.isfinite(push.loss)), broken[0])
-        for push in pushes:
-            if push.loss == math.inf:
-                return push
+        lost = [push for push in pushes if push.loss == math.inf]
+        if len(lost) > (self._aggregate.tolerates(len(pushes)) if self._aggregate is not None else 0):
+            return lost[0]
         if lr != self._lr_value:
             self._lr.fill_(lr)
             self._lr_value = lr

@@ -60,7 +60,7 @@ def serve_again(
     folder = RunFolder.open(path)
     config = dataclasses.replace(folder.config(), **(upkeep or {}))
     check_names(config)
-    folder.require_unfinished()
+    folder.require_unfinished(config.recovery)
     require_star(config, may_restart=tell is None)
     options = as_before(options, folder, console.note)
     require_cuttable(config, options.num_servers)

@@ -42,7 +42,9 @@ def run_script(config: RunConfig, command: list[str], console: Console) -> tuple
 
 def resume_script(folder: RunFolder, config: RunConfig, console: Console) -> dict[str, Any]:
     """Start the script again in its folder. The server resumes from the newest checkpoint; later pushes are lost."""
-    folder.require_unfinished()
+    folder.require_unfinished(config.recovery)
+    if config.recovery == "skip-batch":
+        raise UserError("--recovery skip-batch: your own loop chooses its batches; use --recovery checkpoint")
     call = ScriptCall.load(folder)
     if call.changed:
         console.note(f"{call.path} has changed since the run began: it goes on with the script as it is now")

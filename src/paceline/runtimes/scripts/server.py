@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.assembly.core import make_policy, make_rule, make_schedule
+from paceline.assembly.core import make_aggregate, make_policy, make_rule, make_schedule
 from paceline.assembly.cpu_sharing import server_threads
 from paceline.assembly.preflight import announce_rule
 from paceline.assembly.run import make_roster
@@ -20,7 +20,7 @@ from paceline.config import RunConfig, from_dict
 from paceline.core.buffers import BufferSizes
 from paceline.core.messages import EstimatedStatistics, Join, Leave, OwnLoopInput, ReadWeights
 from paceline.core.schedules import Training
-from paceline.core.server import Server
+from paceline.core.server import Exchange, Server
 from paceline.core.worker import LocalWorker
 from paceline.errors import ProtocolError, RunFailed, UserError
 from paceline.runs.folder import ALL_GONE, RunFolder
@@ -175,6 +175,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
             rebuilt = rebuild(server, _no_worker, model, skipping, folder, control.send)
         now = rebuilt.now if rebuilt is not None else 0.0
         host = Host(server, model, None, resolved, folder, control.send, peers, now, spec["facts"])
+        host.verify_with(None, "only your own loop computes its pushes")
         if rebuilt is not None:
             host.resume_from(rebuilt)
         service = ScriptService(host, model, peers, control, expected)
@@ -247,4 +248,5 @@ def learn(config: RunConfig, hellos: list[Hello], folder: RunFolder) -> tuple[Ru
         make_policy(config),
         Training(budget, make_schedule(config)),
     )
-    return config, model, Server(first.slot.weights.clone(), rule, policy, training, make_roster(config))
+    exchange = Exchange(aggregate=make_aggregate(config))
+    return config, model, Server(first.slot.weights.clone(), rule, policy, training, make_roster(config), exchange)

@@ -125,6 +125,7 @@ class Admission:
         member, least = self._host.server.members.get(worker), self._host.first_incarnation
         incarnation = max(least, member.incarnation + 1) if member is not None else least
         device = applicant.fields.get("device", "cpu")
+        (self._host.on_gpu.discard if device == "cpu" else self._host.on_gpu.add)(worker)
         if device != "cpu":
             self._note(f"worker {worker} computes on {device}: 'paceline replay' will differ from its first push on")
         if (place := applicant.fields.get("place")) is not None:
@@ -151,7 +152,7 @@ class Admission:
         if fields.get("version") != version:
             return f"it has paceline {fields.get('version')}, and this run is served by {version}: install the same"
         device = fields.get("device", "cpu")
-        if device != "cpu" and self._host.config.recovery != "checkpoint":
+        if device != "cpu" and self._host.config.recovery == "log":
             what = f"it computes on {device}, and after a crash the server cannot recompute its pushes bit for bit"
             return f"{what}: start the server with --recovery checkpoint"
         return "training is over" if self._host.server.finished else None
@@ -160,7 +161,8 @@ class Admission:
         """The lowest number (or the wanted one) that has work left and no worker, or a disconnected one."""
         members, free, disconnected = self._host.server.members, [], []
         for worker in range(self._host.server.max_workers):
-            if wanted not in (None, worker) or (worker in members and members[worker].quota_reached):
+            member = members.get(worker)
+            if wanted not in (None, worker) or (member is not None and (member.quota_reached or member.expelled)):
                 continue
             if worker not in self._peers.by_worker:
                 free.append(worker)
@@ -171,7 +173,10 @@ class Admission:
     def _no_place(self, wanted: Any) -> str:
         last = self._host.server.max_workers - 1
         if wanted is not None:
-            return f"worker {wanted} of 0 to {last} is here already, has done its work, or does not exist"
+            return f"worker {wanted} of 0 to {last} is here already, has done its work, was expelled or does not exist"
+        members = self._host.server.members.values()
+        if expelled := sum(member.expelled for member in members):
+            return f"no place is free: {expelled} of {last + 1} workers were expelled, and stay out until a resume"
         return f"all {last + 1} workers of this run are here: start the server with a larger --max-workers"
 
 

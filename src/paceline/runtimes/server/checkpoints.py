@@ -39,7 +39,8 @@ class Checkpoints:
             self._next_room, self.next_due = math.inf, self.next_checkpoint
             kinds = tensor_kinds(self._server, memories)
             self.writer.submit("room for checkpoints", lambda: self._room.make(kinds))
-        return now >= self.next_checkpoint and self._server.can_checkpoint and not self.writer.busy
+        can_take = self._server.can_checkpoint and self._server.divergence is None  # one to go back to, not the end
+        return now >= self.next_checkpoint and can_take and not self.writer.busy
 
     def take(self, now: float, memories: dict[int, WorkerBuffers], gather: Callable[[], None]) -> None:
         """Copy a checkpoint now and write it on another thread; report it if an earlier one failed."""

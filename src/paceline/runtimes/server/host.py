@@ -17,8 +17,9 @@ from paceline.analysis.reported import ReportedMetrics
 from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig
 from paceline.core.buffers import WorkerBuffers
-from paceline.core.messages import Disposition, Drain, Input, Join, Leave, Push, Reply, Stop
-from paceline.core.server import Server
+from paceline.core.messages import Discard, Disposition, Drain, Expel, Input, Join, Leave, Outcome, Push, Reply, Stop
+from paceline.core.server import PushGuard, Server
+from paceline.core.worker import LocalWorker
 from paceline.errors import UserError
 from paceline.interfaces import Report, Scores
 from paceline.runs.arrival_log import ArrivalLog
@@ -26,6 +27,7 @@ from paceline.runs.control_files import DrainRequests
 from paceline.runs.events import EventLog
 from paceline.runs.folder import TIME_IS_UP, RunFolder
 from paceline.runs.recovery import RecoveryResult
+from paceline.runs.replay import recompute_push
 from paceline.runs.result import finite, make_result, save_weights, status_of
 from paceline.runs.snapshots import BestWeights, snapshots_of
 from paceline.runtimes.server.accounting import TimeAccounting
@@ -35,6 +37,7 @@ from paceline.runtimes.server.progress import AccountRows, EventRecorder, Progre
 from paceline.runtimes.server.runtime import Runtime
 from paceline.runtimes.server.timing import TimingCollector, TrainingClock
 from paceline.settings.stopping import chosen_part, goal_of, measure_of
+from paceline.settings.strategies import on_ring
 from paceline.system.signals import TERMINATED
 from paceline.tasks.script_model import ScriptModel
 from paceline.tasks.supervised import SupervisedTask
@@ -62,6 +65,7 @@ class Host:
         self.server, self.config, self.folder, self.work = server, config, folder, work
         self.task = task if isinstance(task, SupervisedTask) else None
         self.memories: dict[int, WorkerBuffers] = {}
+        self.on_gpu: set[int] = set()  # workers whose pushes the server cannot compute again bit for bit
         self.stop_reason: str | None = None
         self.reported = ReportedMetrics()
         self.first_incarnation = 0
@@ -88,6 +92,7 @@ class Host:
         self._notes = EventRecorder(server, events, report)
         timing = self.clock, self.timings
         self._evaluator = Evaluator(server, self.task, work, config, events, *timing, report, self._best)
+        self._guard = self._make_guard()
         kind = "run_resumed" if server.version or seconds else "run_started"
         events.write(kind, seconds, workers=config.workers, strategy=config.strategy, updates=server.version)
         self._trackers = Trackers(config.track or [], folder, report)
@@ -104,6 +109,8 @@ class Host:
                 self._runtime.announce(message)
             self.accounting.on_input(message, server, began)
             outcome = server.handle(message)
+            if outcome.disposition in (Disposition.DISCARDED, Disposition.EXPELLED):
+                message, outcome = self._turn_down(message, outcome.disposition)
             self.log.append(message, outcome.disposition, now)
             if server.samples >= self._evaluator.next_samples and not server.finished:
                 self._evaluate()
@@ -125,9 +132,38 @@ class Host:
         except OSError as error:
             raise self._disk_error(error) from None
 
+    def _make_guard(self) -> PushGuard | None:
+        """The guard of a server that gets whole pushes; those of a ring are reduced, those of a shard are parts."""
+        server, config = self.server, self.config
+        if on_ring(config) or self._runtime.is_sharded or config.timing_only:
+            server.guard, server.updater.checks_sums = None, True
+            return None
+        server.guard = guard = PushGuard(server.members, server.norms, server.updater, config.robust)
+        return guard
+
+    def verify_with(self, make_worker: Callable[[Join], LocalWorker] | None, why_not: str = "") -> None:
+        """Recompute doubtful pushes with a worker in this process; None if that is impossible, `why_not` says why."""
+
+        def recompute(push: Push) -> Push | str:
+            if push.worker in self.on_gpu:
+                return "it was computed on a GPU"
+            return recompute_push(self.server, self.memories, make_worker, why_not, push)
+
+        if self._guard is not None:
+            self._guard.recompute = recompute
+
+    def _turn_down(self, message: Input, verdict: Disposition) -> tuple[Input, Outcome]:
+        """Replace a push that the guard turned down by the input that says so: it alone is logged and replayed."""
+        assert isinstance(message, Push)
+        named, is_over = (message.worker, message.incarnation), verdict == Disposition.EXPELLED
+        instead = Expel(*named) if is_over else Discard(*named, message.seq)
+        return instead, self.server.handle(instead)
+
     def _follow_up(self, message: Input, disposition: Disposition, now: float) -> None:
         """Do what can wait until the replies are sent: events, progress, snapshot, checkpoint."""
         server = self.server
+        if self._guard is not None and self._guard.findings:
+            self._notes.findings(self._guard.findings, now)
         if isinstance(message, Push):
             self._progress.losses.append(message.loss)
         else:
@@ -160,6 +196,8 @@ class Host:
     def resume_from(self, rebuilt: RecoveryResult) -> None:
         """Handle the first input of a resumed run, and write an event about the recovery."""
         self.handle(rebuilt.resume)
+        if rebuilt.skip is not None:
+            self.handle(rebuilt.skip)
         self.first_incarnation = rebuilt.incarnation
         row = {"updates": self.server.version, "checkpoint": rebuilt.checkpoint, "recomputed_pushes": rebuilt.pushes}
         seconds = {} if self._is_virtual else {"seconds": round(rebuilt.seconds, 3)}

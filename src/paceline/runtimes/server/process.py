@@ -90,14 +90,14 @@ def make_host(
 
 def start_host(pieces: HostPieces, dataset: Dataset | None, facts: dict[str, Any], resume: bool) -> Host:
     """Start the host of a new run, or of one rebuilt from its checkpoint and log."""
-    if not resume:
-        return Host(*pieces, 0.0, facts)
     server, task, work, config, folder, report, _ = pieces
 
     def instance(join: Join) -> LocalWorker:
         return make_worker(config, make_task(config, dataset), work, join)
 
-    rebuilt = rebuild(server, instance, task, config, folder, report)
-    host = Host(*pieces, rebuilt.now, facts)
-    host.resume_from(rebuilt)
+    rebuilt = rebuild(server, instance, task, config, folder, report) if resume else None
+    host = Host(*pieces, rebuilt.now if rebuilt is not None else 0.0, facts)
+    host.verify_with(instance)
+    if rebuilt is not None:
+        host.resume_from(rebuilt)
     return host

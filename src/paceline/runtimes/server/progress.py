@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from typing import Any
 
 import torch
 
-from paceline.core.messages import DataAssignment, Drain, Input, Join, Leave, SetLocalSteps, SetLrFactor, Stop
-from paceline.core.server import LrDisagreement, Server
+from paceline.core.messages import (
+    DataAssignment,
+    Drain,
+    Expel,
+    Input,
+    Join,
+    Leave,
+    SetLocalSteps,
+    SetLrFactor,
+    SkipBatch,
+    Stop,
+)
+from paceline.core.server import Finding, LrDisagreement, Server
 from paceline.interfaces import Report
 from paceline.runs.events import EventLog
 from paceline.runtimes.server.accounting import TimeAccounting
 from paceline.runtimes.server.timing import TrainingClock
 
+MAX_TOLD, MAX_ROWS = 3, 20
+"""Of what the guard finds and nobody is expelled for: workers that the user is told about, and event rows for each."""
 SHARE = 0.002  # most of the server's time that computing norms may take
 
 
@@ -48,6 +62,7 @@ class EventRecorder:
         self.generation = server.assignments.now.generation if server.assignments is not None else 0
         """Of the data assignment that the last event was about."""
         self._disagreement_told = False
+        self._found = Counter[tuple[str, int]]()  # how often, by kind and worker, the guard found something
 
     def take(self, message: Input, now: float, stop_reason: str | None) -> None:
         """Write the event of an input that the server has accepted."""
@@ -56,6 +71,11 @@ class EventRecorder:
             self._events.write("worker_joined", now, **row)
         elif isinstance(message, Leave) and not self._server.finished:
             self._leave(message, now)
+        elif isinstance(message, Expel):
+            self._lose(message.worker, now)
+        elif isinstance(message, SkipBatch):
+            self._events.write("batch_skipped", now, worker=message.worker, batch=message.batch)
+            self._report({"kind": "note", "text": f"batch {message.batch} of worker {message.worker} is passed over"})
         elif isinstance(message, SetLocalSteps):
             self._events.write("local_steps", now, worker=message.worker, steps=message.steps)
         elif isinstance(message, SetLrFactor):
@@ -71,10 +91,27 @@ class EventRecorder:
         if member is not None and member.released:
             self._events.write("worker_left", now, worker=message.worker, pushes=member.pushes)
         elif member is None or not member.inactive:
-            self.lost.append(message.worker)
-            pushes = member.pushes if member is not None else 0
-            self._events.write("worker_lost", now, worker=message.worker, pushes=pushes, live=live)
+            pushes = self._lose(message.worker, now)
             self._report({"kind": "lost", "worker": message.worker, "live": live, "pushes": pushes})
+
+    def _lose(self, worker: int, now: float) -> int:
+        """Count a worker as lost; returns how many pushes it had sent."""
+        self.lost.append(worker)
+        pushes = self._server.members[worker].pushes if worker in self._server.members else 0
+        self._events.write("worker_lost", now, worker=worker, pushes=pushes, live=self._server.num_live)
+        return pushes
+
+    def findings(self, found: list[Finding], now: float) -> None:
+        """Write what the guard found; of what does not expel, tell only the first of the first few workers."""
+        for worker, kind, why in found:
+            self._found[kind, worker] += 1
+            often, workers = self._found[kind, worker], sum(one == kind for one, _ in self._found)
+            if kind == "expelled" or often <= MAX_ROWS:
+                self._events.write(kind, now, worker=worker, why=why)
+            if kind == "expelled" or (often == 1 and workers <= MAX_TOLD):
+                verb = {"expelled": " is expelled", "suspicious": " looks suspicious"}.get(kind, "")
+                self._report({"kind": "note", "text": f"worker {worker}{verb}: {why}"})
+        found.clear()
 
     def assignment(self, assignment: DataAssignment, now: float) -> None:
         """Write that the data was divided again; the log needs no record, since its inputs determine the division."""

@@ -257,6 +257,10 @@ class RemoteService:
             self._dispatcher.push(peer, push)
         except ProtocolError as error:
             self._expel(peer, str(error))
+            return
+        if self._dispatcher.is_expelled(peer.worker):
+            peer.dismiss("the server computed another push from the same batch: check the memory of this machine")
+            self._remove(peer)
 
     def _join(self, peer: TcpPeer, hello: Hello) -> None:
         sizes = self._gate.largest._replace(weights=self._host.server.weights.numel())

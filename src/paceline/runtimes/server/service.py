@@ -138,8 +138,15 @@ class Dispatcher:
             asked = f"{most}" if least == most else f"at most {most}"
             raise ProtocolError(f"worker {push.worker} counted {push.samples} samples in a batch of {asked}")
 
+    def is_expelled(self, worker: int) -> bool:
+        """Whether the server has turned a worker out; then its connection is closed."""
+        member = self._host.server.members.get(worker)
+        return member is not None and member.expelled
+
     def join(self, hello: Hello, sizes: BufferSizes) -> str | None:
         """Let a worker join whose memory has these sizes. Returns why not if its model, data or codecs differ."""
+        if self.is_expelled(hello.join.worker):
+            return "this run has expelled it"
         join, work, found = hello.join, self._host.work, hello.slot.sizes
         wrong = mismatched_keys(self._expected, hello.facts)
         wrong += ["size"] * (found.weights != sizes.weights) + ["state"] * (found.state != sizes.state)
@@ -292,6 +299,8 @@ class Service:
             message = peer.receive()
             if isinstance(message, Push):
                 self._dispatcher.push(peer, message)
+                if self._dispatcher.is_expelled(peer.worker):
+                    self.remove(peer)
                 return
         except ProtocolError as error:
             self._control.note(str(error))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from paceline.assembly.core import make_policy, make_rule, make_training
+from paceline.assembly.core import make_aggregate, make_policy, make_rule, make_training
 from paceline.assembly.run import key_of, make_roster
 from paceline.config import from_dict
 from paceline.core.buffers import BufferSizes, WorkerBuffers
@@ -69,7 +69,7 @@ def make_part(order: Message) -> tuple[Server, SpanCodecs, PredecodedPushes | No
     opened = PredecodedPushes(coding.push, weights) if coding.push is not None else None
     codecs = Codecs(pull=coding.pull.codec if coding.pull is not None else None, key=key_of(config))
     rule, training = make_rule(config, layout, skew=order["skew"]), make_training(config, Budget(**order["budget"]))
-    exchange = Exchange(codecs, decoder=opened)
+    exchange = Exchange(codecs, aggregate=make_aggregate(config), decoder=opened)
     return Server(weights, rule, make_policy(config), training, make_roster(config), exchange), coding, opened
 
 

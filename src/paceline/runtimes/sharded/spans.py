@@ -26,6 +26,8 @@ def require_cuttable(config: RunConfig, servers: int) -> None:
     if servers == 1:
         return
     divided = f"--servers {servers} divides the weights into ranges, and"
+    if config.robust:
+        raise UserError(f"{divided} --robust needs the norm of a whole push: leave out one of the two")
     pull = config.pull_codec
     if pull is not None and not codec_of(pull).traits.by_range:
         known = ", ".join(name for name, traits in CODECS.items() if traits.by_range)

@@ -93,6 +93,8 @@ def check_rows(configs: list[RunConfig]) -> None:
             raise UserError(f"the lab does not transform images: leave out --augment, or --dataset {config.dataset}")
         if config.codec is not None or config.pull_codec is not None:
             raise UserError("the lab has no codecs: use 'paceline simulate', which computes on the CPU")
+        if config.aggregate is not None or config.robust:
+            raise UserError("the lab has no --aggregate but mean and no --robust: use 'paceline simulate'")
         if config.snapshots is not None:
             raise UserError("the lab keeps no snapshots: leave out --snapshots")
         if config.precision != "fp32" or config.compile or config.capture or config.accumulate > 1:
