@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
-import json
 import os
 import shlex
 import shutil
@@ -17,12 +16,53 @@ from typing import Any, BinaryIO
 
 from paceline.config import SCHEMA, RunConfig, from_dict, is_simulated, read_toml, to_dict, to_toml
 from paceline.errors import RunFailed, UserError
-from paceline.system.strict_json import to_json
+from paceline.runs.arrival_log import require_same_config
+from paceline.system.strict_json import (
+    TypeCheck,
+    dict_of,
+    escape_texts,
+    from_json,
+    is_count,
+    is_number,
+    is_text,
+    list_of,
+    optional,
+    require_types,
+    seal,
+    to_json,
+    unseal,
+)
 
 LOCK_RETRY_SECONDS = 0.05
 ALL_GONE = "all workers are gone"
 NOT_COME = "not all workers came in time"
 TIME_IS_UP = "time is up"  # reasons for an early end, as the result states them
+_PARTS = tuple(f"{live}{part}" for live in ("", "live_") for part in ("test", "validation", "train"))
+_COUNTS = (
+    *("workers", "updates", "samples", "dropped_pushes", "late_pushes", "lost_pushes", "bytes_pushed", "bytes_pulled"),
+    *("num_parameters", "resumes", "deals", *(f"{part}_{what}" for part in _PARTS for what in ("correct", "total"))),
+)
+_NUMBERS = (
+    *("train_seconds", "samples_per_second", "virtual_seconds", "wall_seconds"),
+    *(f"{part}_{what}" for part in _PARTS for what in ("accuracy", "loss")),
+)
+_TEXTS = (
+    *("status", "reason", "strategy", "dataset", "model", "task", "weights", "average", "chosen_on", "weights_sha256"),
+)
+_OBJECTS = ("environment", "best")
+RESULT_TYPES: dict[str, TypeCheck] = {
+    **dict.fromkeys(_COUNTS, is_count),
+    **dict.fromkeys(_NUMBERS, is_number),
+    **dict.fromkeys(_TEXTS, is_text),
+    **dict.fromkeys(("staleness", "metrics", *(f"{part}_metrics" for part in _PARTS)), dict_of(optional(is_number))),
+    **dict.fromkeys(_OBJECTS, lambda value: isinstance(value, dict)),
+    "staleness_histogram": lambda value: dict_of(is_count)(value) and all(name.isdecimal() for name in value),
+    "per_class_accuracy": list_of(optional(is_number)),
+    "lost_workers": list_of(is_count),
+    "utilisation": list_of(dict_of(is_number)),
+    "reported": dict_of(dict_of(optional(is_number))),
+}
+"""Types of what readers use of a result; each may be null."""
 
 
 class RunFolder:
@@ -99,20 +139,30 @@ class RunFolder:
         """Return how to continue after an early end."""
         if is_simulated(config):
             return "simulate it again: the result is the same"
-        verb = "server --resume" if self.served().get("by_hand") else "resume"
+        try:
+            verb = "server --resume" if self.served().get("by_hand") else "resume"
+        except UserError as error:
+            return str(error)
         return f"'paceline {verb} {self.path}' continues from there"
 
     def served(self) -> dict[str, Any]:
         """Return how the run was last served; empty if it never was."""
         try:
-            found: dict[str, Any] = json.loads(self.server_file.read_text())
-        except (OSError, ValueError):
+            found = unseal(self.server_file.read_bytes())
+            require_types(found, {"address": is_text, "by_hand": lambda value: isinstance(value, bool)})
+        except FileNotFoundError:
             return {}
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{self.server_file} cannot be read ({error}): remove it, and give --listen again"
+            ) from None
         return found
 
     def config(self) -> RunConfig:
-        """Return the resolved config this run was started with."""
-        return from_dict({**to_dict(RunConfig()), **read_toml(self.config_file)})
+        """Return the resolved config this run was started with; refuse one that the log beside it does not know."""
+        config = from_dict({**to_dict(RunConfig()), **read_toml(self.config_file)})
+        require_same_config(self.arrivals_file, config)
+        return config
 
     def update_config(self, config: RunConfig) -> None:
         """Overwrite the config with values learned at the start; in place, because the file is also the lock."""
@@ -128,29 +178,33 @@ class RunFolder:
             for line in itertools.takewhile(lambda line: line.startswith("# "), file):
                 name, _, text = line[2:].partition(" = ")
                 with contextlib.suppress(ValueError):
-                    found[name] = str(json.loads(text))
+                    found[name] = str(from_json(text))
         return found
 
     def result(self) -> dict[str, Any] | None:
         """Return the result, or None if there is none yet."""
         try:
-            loaded: dict[str, Any] = json.loads(self.result_file.read_text())
+            result = unseal(self.result_file.read_bytes())
+            require_types(result, RESULT_TYPES)
+            if not is_text(result.get("status")):
+                raise ValueError("it has no status")
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             raise UserError(f"{self.result_file} cannot be read ({error}): the run folder is damaged") from None
-        return loaded
+        found: dict[str, Any] = escape_texts(result)
+        return found
 
     def require_unfinished(self) -> None:
         """Refuse a run that finished or diverged: it cannot be resumed."""
         result = self.result()
         if result is not None and result["status"] != "stopped":
-            end = f"{result['status']} after {result['updates']} updates"
+            end = f"{result['status']} after {result.get('updates')} updates"
             raise UserError(f"{self.path} is {end}: there is nothing to resume")
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write the result. It is the last file written: a folder with a result is a run that ended."""
-        write_atomically(self.result_file, (to_json(result, indent=2) + "\n").encode())
+        write_atomically(self.result_file, (to_json(seal(result), indent=2) + "\n").encode())
 
     def discard_unstarted(self) -> None:
         """Remove the folder if nothing has happened in it yet."""
