@@ -22,6 +22,7 @@ from paceline.reports.status_table import MAX_WORKERS, findings
 from paceline.reports.time_series import TimeSeries, plain, rates
 from paceline.runs.folder import RunFolder
 
+MAX_WORKER_NUMBER = 1 << 16  # as the log has room for
 MAX_BARS = 48  # bars of a histogram
 FIGURES = (
     *("samples", "updates", "reason", "dropped_pushes", "late_pushes", "lost_pushes", "bytes_pushed", "bytes_pulled"),
@@ -41,7 +42,9 @@ class RunReader:
         self._result: dict[str, Any] | None = None
         self._events = EventFollower(self.folder.events_file)
         self._arrivals = ArrivalFollower(self.folder.arrivals_file)
-        self._aggregates = Aggregates(max_workers_of(self._config) if self._config is not None else 1)
+        self._aggregates = Aggregates(
+            min(max_workers_of(self._config), MAX_WORKER_NUMBER) if self._config is not None else 1
+        )
         self._states: dict[str, tuple[int, ...]] = {}
         self._status: str | None = None
 
@@ -51,6 +54,13 @@ class RunReader:
         except UserError as error:
             self._problems.append(str(error))
             return None
+
+    def _read_origin(self) -> tuple[dict[str, str], list[str]]:
+        """Return what made the run, or why it is unknown."""
+        try:
+            return self.folder.origin(), []
+        except UserError as error:
+            return {}, [str(error)]
 
     def refresh(self) -> bool:
         """Read new data; return whether anything changed."""
@@ -100,7 +110,8 @@ class RunReader:
         happenings, left_out = aggregates.listed_events()
         resume_hint = self.folder.resume_hint(config) if status in ("stopped", "killed") and config else None
         workers, findings_found = self._workers(status)
-        origin, result = self.folder.origin(), self._result or {}
+        result = self._result or {}
+        origin, damage = self._read_origin()
         return {
             "id": str(self.folder.path),
             "name": self.folder.path.name,
@@ -108,7 +119,7 @@ class RunReader:
             "going_on": going_on,
             "verdict": outcome_sentence(status, figures, resume_hint),
             "closing": closing(self._result, classes, str(self.folder.path)),
-            "notes": self._notes(going_on),
+            "notes": [*self._notes(going_on), *damage],
             "figures": figures,
             "course": _loss(aggregates),
             "rate": _rate(aggregates),

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -63,6 +64,7 @@ RESULT_TYPES: dict[str, TypeCheck] = {
     "reported": dict_of(dict_of(optional(is_number))),
 }
 """Types of what readers use of a result; each may be null."""
+_ORIGIN_CHECK = "crc32"
 
 
 class RunFolder:
@@ -97,7 +99,7 @@ class RunFolder:
         folder = RunFolder(Path(config.runs) / (config.name or free_name(config)))
         try:
             folder.path.mkdir(parents=True)
-            write_atomically(folder.config_file, _config_text(config, _heading()))
+            write_atomically(folder.config_file, _config_text(config, _heading(_origin_here())))
             if config.faults is not None:
                 shutil.copyfile(config.faults, folder.faults_file)
         except FileExistsError:
@@ -166,7 +168,7 @@ class RunFolder:
 
     def update_config(self, config: RunConfig) -> None:
         """Overwrite the config with values learned at the start; in place, because the file is also the lock."""
-        heading = "".join(f"# {name} = {to_json(text)}\n" for name, text in self.origin().items())
+        heading = _heading(self.origin())
         with self.config_file.open("r+b") as file:
             file.write(_config_text(config, heading))
             file.truncate()
@@ -179,6 +181,9 @@ class RunFolder:
                 name, _, text = line[2:].partition(" = ")
                 with contextlib.suppress(ValueError):
                     found[name] = str(from_json(text))
+        check = found.pop(_ORIGIN_CHECK, None)  # older versions wrote none
+        if check is not None and check != _origin_check(found):
+            raise UserError(f"{self.config_file} has damaged comments: what made the run is unknown")
         return found
 
     def result(self) -> dict[str, Any] | None:
@@ -220,13 +225,23 @@ def _config_text(config: RunConfig, heading: str) -> bytes:
     return f"{heading}schema = {SCHEMA}\n{to_toml(config)}".encode()
 
 
-def _heading() -> str:
+def _heading(origin: dict[str, str]) -> str:
     """Return comments that name the origin of a run; not settings, so that equal runs have equal settings."""
+    lines = {**origin, _ORIGIN_CHECK: _origin_check(origin)}
+    return "".join(f"# {name} = {to_json(text)}\n" for name, text in lines.items())
+
+
+def _origin_check(origin: dict[str, str]) -> str:
+    return f"{zlib.crc32(to_json(origin).encode()):08x}"
+
+
+def _origin_here() -> dict[str, str]:
+    """Return when and by which command this process creates a run."""
     program = Path(sys.argv[0])
     name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
     command = " ".join([name, *map(shlex.quote, sys.argv[1:])])
     made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return f"# made = {to_json(made)}\n# command = {to_json(command)}\n"
+    return {"made": made, "command": command}
 
 
 def _try_lock(lock: BinaryIO, how: int) -> bool:

@@ -16,6 +16,7 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.errors import UserError
+from paceline.reports.watch import connections
 from paceline.reports.watch import server as live
 from paceline.reports.watch import sources as watched
 from paceline.reports.watch.server import LiveServer, cookie_value, open_server
@@ -193,7 +194,7 @@ def test_metrics_and_what_is_not_there(tmp_path: Path) -> None:
 
 
 def test_so_many_browsers_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 2)
     with serving(whole_run(tmp_path)) as server:
         streams = [Stream(server, "/events") for _ in range(2)]
         with pytest.raises((http.client.RemoteDisconnected, ConnectionError)):
