@@ -188,7 +188,7 @@ VERBS: dict[str, Callable[[str], tuple[int, str]]] = {
     "landscape": _landscape,
     "resume": _resume,
 }
-NEEDS = {"resume": KILLED}  # the other verbs read both
+NEEDS = {"resume": KILLED}  # the other verbs read both; it is the last, because it changes the folder
 
 
 class Trial:
@@ -257,12 +257,12 @@ def measure(
         for number in range(flips):
             name = files[number % len(files)]
             run = Path(name).parts[0]
-            for verb in verbs:
-                if NEEDS.get(verb, run) != run:
-                    continue
+            asked = [verb for verb in verbs if NEEDS.get(verb, run) == run]
+            for verb in asked:
                 trial.right(verb, run)
-                trial.restore()
-                trial.flip(name, random.Random(f"{seed} {number}"))
+            trial.restore()
+            trial.flip(name, random.Random(f"{seed} {number}"))
+            for verb in asked:
                 kind, text = trial.judge(verb, run)
                 found.setdefault((verb, name), Counter())[kind] += 1
                 if kind in bad:

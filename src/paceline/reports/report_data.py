@@ -22,7 +22,6 @@ from paceline.reports.status_table import MAX_WORKERS, findings
 from paceline.reports.time_series import TimeSeries, plain, rates
 from paceline.runs.folder import RunFolder
 
-MAX_WORKER_NUMBER = 1 << 16  # as the log has room for
 MAX_BARS = 48  # bars of a histogram
 FIGURES = (
     *("samples", "updates", "reason", "dropped_pushes", "late_pushes", "lost_pushes", "bytes_pushed", "bytes_pulled"),
@@ -42,9 +41,7 @@ class RunReader:
         self._result: dict[str, Any] | None = None
         self._events = EventFollower(self.folder.events_file)
         self._arrivals = ArrivalFollower(self.folder.arrivals_file)
-        self._aggregates = Aggregates(
-            min(max_workers_of(self._config), MAX_WORKER_NUMBER) if self._config is not None else 1
-        )
+        self._aggregates = Aggregates(max_workers_of(self._config) if self._config is not None else 1)
         self._states: dict[str, tuple[int, ...]] = {}
         self._status: str | None = None
 

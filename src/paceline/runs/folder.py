@@ -178,9 +178,11 @@ class RunFolder:
         found = {}
         with self.config_file.open(encoding="utf-8", errors="replace") as file:
             for line in itertools.takewhile(lambda line: line.startswith("# "), file):
-                name, _, text = line[2:].partition(" = ")
-                with contextlib.suppress(ValueError):
-                    found[name] = str(from_json(text))
+                name, sign, text = line[2:].partition(" = ")
+                try:
+                    found |= {name: str(from_json(text))} if sign else {}  # a comment of the user's is another line
+                except ValueError:
+                    found[_ORIGIN_CHECK] = "wrong"
         check = found.pop(_ORIGIN_CHECK, None)  # older versions wrote none
         if check is not None and check != _origin_check(found):
             raise UserError(f"{self.config_file} has damaged comments: what made the run is unknown")

@@ -1,4 +1,4 @@
-"""The connections of the live page's server: bounded in all and per address, and each request's head in time and size."""
+"""The connections of the live page's server: bounded in all and per address; heads bounded in time and size."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def other_runs(run_snapshots: Sequence[RunSnapshot], shown: RunSnapshot, width: 
 
 def plain_line(status: RunStatus, history: RunHistory) -> str:
     """Return one line for a log file."""
-    parts = [f"{status.run}: {status.status}"]
+    parts = [f"{status.run}: {status.status}" + (f" ({status.reason})" if status.reason else "")]
     if status.fraction is not None:
         parts.append(f"{100 * status.fraction:.0f} %")
     if status.updates:
