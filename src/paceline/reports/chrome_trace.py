@@ -24,7 +24,10 @@ ORDER = ("computing", "sending", "waiting", "paused")
 MAX_PUSHES = 30_000
 MAX_ROWS = 5_000
 COUNTERS = {"loss": "loss", "rate": "samples/s", "staleness": "staleness", "updates": "version", "lr": "lr"}
-WORKER_EVENTS = ("worker_joined", "worker_left", "worker_lost", "worker_draining", "local_steps")
+WORKER_EVENTS = (
+    *("worker_joined", "worker_left", "worker_lost", "worker_draining", "local_steps"),
+    *("expelled", "stalled", "suspicious"),
+)
 RUN_EVENTS = ("evaluation", "checkpoint", "fault", "deal", "stopped", "run_resumed", "recovered", "run_ended")
 TraceEvent = dict[str, Any]
 

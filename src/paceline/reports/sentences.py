@@ -115,4 +115,11 @@ def _run_event(row: dict[str, Any]) -> str | None:
             return f"rejected: {row.get('text')}"
         case "stopped":
             return f"stopped: {row.get('reason')}"
+        case "expelled":
+            return f"worker {row.get('worker')} was expelled: {row.get('why')}"
+        case "stalled":
+            times = f"{seconds_text(row.get('seconds'))}, usually {seconds_text(row.get('usual'))}"
+            return f"worker {row.get('worker')} makes no progress ({times})"
+        case "suspicious":
+            return f"worker {row.get('worker')} is suspicious: {row.get('why')}"
     return None

@@ -10,6 +10,8 @@ from typing import Any
 
 from paceline.system.strict_json import (
     TypeCheck,
+    are_numbers,
+    are_numbers_or_null,
     dict_of,
     escape_texts,
     from_json,
@@ -75,14 +77,14 @@ def _is_timed(value: Any) -> bool:
     if not isinstance(value, dict) or not is_count(value.get("steps")):
         return False
     times = [value.get(name) for name in ("cpu", "wall", "waited", "waited_least")]
-    return "cpu" not in value or (all(map(is_number, times)) and list_of(is_number)(value.get("quantiles")))
+    return "cpu" not in value or (all(map(is_number, times)) and are_numbers(value.get("quantiles")))
 
 
 _COUNTS = (
     *("worker", "workers", "updates", "samples", "pushes", "live", "steps", "incarnation", "threads", "generation"),
     *("recomputed_pushes", "lost_pushes", "checkpoint", "bytes_pushed", "bytes_pulled"),
 )
-_NUMBERS = ("fraction", "rate", "loss", "staleness", "lr", "norm", "factor", "seconds", "pause_seconds")
+_NUMBERS = ("fraction", "rate", "loss", "staleness", "lr", "norm", "factor", "seconds", "usual", "pause_seconds")
 _TEXTS = ("reason", "what", "error", "text", "status", "strategy", "which", "fault", "why")
 _PARTS = tuple(f"{live}{part}" for live in ("", "live_") for part in ("test", "validation", "train"))
 FIELD_TYPES: Mapping[str, TypeCheck] = {
@@ -91,14 +93,14 @@ FIELD_TYPES: Mapping[str, TypeCheck] = {
     **dict.fromkeys(_TEXTS, is_text),
     **dict.fromkeys(("figures", *(f"{part}_metrics" for part in _PARTS)), dict_of(optional(is_number))),
     "members": list_of(is_count),
-    "factors": list_of(optional(is_number)),
+    "factors": are_numbers_or_null,
 }
 """Types of the fields that readers use, in rows of every kind but those of KIND_TYPES; each may be null."""
 _SUMS = ("computing", "sending", "waiting", "server", "steps", "pushes", "step", "send")
 KIND_TYPES: Mapping[str, Mapping[str, TypeCheck]] = {
     "workers": {
-        **dict.fromkeys(_SUMS, list_of(is_number)),
-        **dict.fromkeys(("staleness", "ago"), list_of(optional(is_number))),
+        **dict.fromkeys(_SUMS, are_numbers),
+        **dict.fromkeys(("staleness", "ago"), are_numbers_or_null),
         "worker": list_of(is_count),
         "state": list_of(is_text),
         "stale": list_of(_is_bar),

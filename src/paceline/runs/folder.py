@@ -20,6 +20,7 @@ from paceline.errors import RunFailed, UserError
 from paceline.runs.arrival_log import require_same_config
 from paceline.system.strict_json import (
     TypeCheck,
+    are_numbers_or_null,
     dict_of,
     escape_texts,
     from_json,
@@ -58,7 +59,7 @@ RESULT_TYPES: dict[str, TypeCheck] = {
     **dict.fromkeys(("staleness", "metrics", *(f"{part}_metrics" for part in _PARTS)), dict_of(optional(is_number))),
     **dict.fromkeys(_OBJECTS, lambda value: isinstance(value, dict)),
     "staleness_histogram": lambda value: dict_of(is_count)(value) and all(name.isdecimal() for name in value),
-    "per_class_accuracy": list_of(optional(is_number)),
+    "per_class_accuracy": are_numbers_or_null,
     "lost_workers": list_of(is_count),
     "utilisation": list_of(dict_of(is_number)),
     "reported": dict_of(dict_of(optional(is_number))),
@@ -175,7 +176,7 @@ class RunFolder:
 
     def origin(self) -> dict[str, str]:
         """Return when (`made`) and by which `command` the run was created, from the comments in its config."""
-        found = {}
+        found: dict[str, str] = {}
         with self.config_file.open(encoding="utf-8", errors="replace") as file:
             for line in itertools.takewhile(lambda line: line.startswith("# "), file):
                 name, sign, text = line[2:].partition(" = ")

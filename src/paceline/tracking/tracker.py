@@ -62,5 +62,6 @@ def fields_text(fields: dict[str, Any]) -> str:
 TEXT_EVENTS = frozenset(
     {"run_resumed", "recovered", "worker_joined", "worker_left", "worker_lost", "worker_draining", "local_steps"}
     | {"stopped", "deal", "fault", "checkpoint", "writing_failed", "turned_away", "run_ended"}
+    | {"expelled", "stalled", "suspicious"}
 )
 """Kinds of rows that describe an event, not a measurement."""
