@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import html
 import sys
-import tempfile
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,23 +94,15 @@ def _serve(source: RunSource, parsed: argparse.Namespace) -> None:
     if not is_loopback(host):
         print("it is not encrypted: on a network that others use, prefer 'ssh -L' instead of --listen")
     print("Ctrl-C ends the page; the runs continue", flush=True)
-    with contextlib.ExitStack() as stack:
-        stack.callback(server.server_close)
-        stack.callback(server.follower.close)
-        if parsed.open:
-            import webbrowser
+    if parsed.open:
+        import webbrowser
 
-            webbrowser.open(stack.enter_context(_to_open(address)) if token else address)
+        webbrowser.open(address)
+    try:
         server.serve_forever()
-
-
-@contextlib.contextmanager
-def _to_open(address: str) -> Iterator[str]:
-    """Yield the URL of a file, for this user alone, that leads to the page: all users see a browser's command line."""
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-        path = Path(folder, "watch.html")
-        path.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(address)}">')
-        yield path.as_uri()
+    finally:
+        server.follower.close()
+        server.server_close()
 
 
 def _name(host: str) -> str:

@@ -52,13 +52,6 @@ class RunReader:
             self._problems.append(str(error))
             return None
 
-    def _read_origin(self) -> tuple[dict[str, str], list[str]]:
-        """Return what made the run, or why it is unknown."""
-        try:
-            return self.folder.origin(), []
-        except UserError as error:
-            return {}, [str(error)]
-
     def refresh(self) -> bool:
         """Read new data; return whether anything changed."""
         files = (self.folder.config_file, self.folder.events_file, self.folder.arrivals_file, self.folder.result_file)
@@ -107,8 +100,7 @@ class RunReader:
         happenings, left_out = aggregates.listed_events()
         resume_hint = self.folder.resume_hint(config) if status in ("stopped", "killed") and config else None
         workers, findings_found = self._workers(status)
-        result = self._result or {}
-        origin, damage = self._read_origin()
+        origin, result = self.folder.origin(), self._result or {}
         return {
             "id": str(self.folder.path),
             "name": self.folder.path.name,
@@ -116,7 +108,7 @@ class RunReader:
             "going_on": going_on,
             "verdict": outcome_sentence(status, figures, resume_hint),
             "closing": closing(self._result, classes, str(self.folder.path)),
-            "notes": [*self._notes(going_on), *damage],
+            "notes": self._notes(going_on),
             "figures": figures,
             "course": _loss(aggregates),
             "rate": _rate(aggregates),

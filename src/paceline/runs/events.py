@@ -110,6 +110,31 @@ KIND_TYPES: Mapping[str, Mapping[str, TypeCheck]] = {
     "timing": {"server_cpu": is_number, "cores": is_count, "workers": _by_worker(_is_timed)},
 }
 REQUIRED = {"timing": ("server_cpu", "cores", "workers")}  # fields that rows of a kind always have
+_RESULT_COUNTS = (
+    *("workers", "updates", "samples", "dropped_pushes", "late_pushes", "lost_pushes", "bytes_pushed", "bytes_pulled"),
+    *("num_parameters", "resumes", "deals", *(f"{part}_{what}" for part in _PARTS for what in ("correct", "total"))),
+)
+_RESULT_NUMBERS = (
+    *("train_seconds", "samples_per_second", "virtual_seconds", "wall_seconds"),
+    *(f"{part}_{what}" for part in _PARTS for what in ("accuracy", "loss")),
+)
+_RESULT_TEXTS = (
+    *("status", "reason", "strategy", "dataset", "model", "task", "weights", "average", "chosen_on", "weights_sha256"),
+)
+_OBJECTS = ("environment", "best")
+RESULT_TYPES: dict[str, TypeCheck] = {
+    **dict.fromkeys(_RESULT_COUNTS, is_count),
+    **dict.fromkeys(_RESULT_NUMBERS, is_number),
+    **dict.fromkeys(_RESULT_TEXTS, is_text),
+    **dict.fromkeys(("staleness", "metrics", *(f"{part}_metrics" for part in _PARTS)), dict_of(optional(is_number))),
+    **dict.fromkeys(_OBJECTS, lambda value: isinstance(value, dict)),
+    "staleness_histogram": lambda value: dict_of(is_count)(value) and all(name.isdecimal() for name in value),
+    "per_class_accuracy": are_numbers_or_null,
+    "lost_workers": list_of(is_count),
+    "utilisation": list_of(dict_of(is_number)),
+    "reported": dict_of(dict_of(optional(is_number))),
+}
+"""Types of what readers use of `result.json`, here beside those of rows because they are mostly the same figures."""
 
 
 class RowParser:

@@ -18,54 +18,14 @@ from typing import Any, BinaryIO
 from paceline.config import SCHEMA, RunConfig, from_dict, is_simulated, read_toml, to_dict, to_toml
 from paceline.errors import RunFailed, UserError
 from paceline.runs.arrival_log import require_same_config
-from paceline.system.strict_json import (
-    TypeCheck,
-    are_numbers_or_null,
-    dict_of,
-    escape_texts,
-    from_json,
-    is_count,
-    is_number,
-    is_text,
-    list_of,
-    optional,
-    require_types,
-    seal,
-    to_json,
-    unseal,
-)
+from paceline.runs.events import RESULT_TYPES
+from paceline.system.strict_json import escape_texts, from_json, is_text, require_types, seal, to_json, unseal
 
 LOCK_RETRY_SECONDS = 0.05
 ALL_GONE = "all workers are gone"
 NOT_COME = "not all workers came in time"
 TIME_IS_UP = "time is up"  # reasons for an early end, as the result states them
-_PARTS = tuple(f"{live}{part}" for live in ("", "live_") for part in ("test", "validation", "train"))
-_COUNTS = (
-    *("workers", "updates", "samples", "dropped_pushes", "late_pushes", "lost_pushes", "bytes_pushed", "bytes_pulled"),
-    *("num_parameters", "resumes", "deals", *(f"{part}_{what}" for part in _PARTS for what in ("correct", "total"))),
-)
-_NUMBERS = (
-    *("train_seconds", "samples_per_second", "virtual_seconds", "wall_seconds"),
-    *(f"{part}_{what}" for part in _PARTS for what in ("accuracy", "loss")),
-)
-_TEXTS = (
-    *("status", "reason", "strategy", "dataset", "model", "task", "weights", "average", "chosen_on", "weights_sha256"),
-)
-_OBJECTS = ("environment", "best")
-RESULT_TYPES: dict[str, TypeCheck] = {
-    **dict.fromkeys(_COUNTS, is_count),
-    **dict.fromkeys(_NUMBERS, is_number),
-    **dict.fromkeys(_TEXTS, is_text),
-    **dict.fromkeys(("staleness", "metrics", *(f"{part}_metrics" for part in _PARTS)), dict_of(optional(is_number))),
-    **dict.fromkeys(_OBJECTS, lambda value: isinstance(value, dict)),
-    "staleness_histogram": lambda value: dict_of(is_count)(value) and all(name.isdecimal() for name in value),
-    "per_class_accuracy": are_numbers_or_null,
-    "lost_workers": list_of(is_count),
-    "utilisation": list_of(dict_of(is_number)),
-    "reported": dict_of(dict_of(optional(is_number))),
-}
-"""Types of what readers use of a result; each may be null."""
-_ORIGIN_CHECK = "crc32"
+_CHECK = b'# crc32 = "'  # the first line of config.toml: a checksum of the others
 
 
 class RunFolder:
@@ -100,7 +60,7 @@ class RunFolder:
         folder = RunFolder(Path(config.runs) / (config.name or free_name(config)))
         try:
             folder.path.mkdir(parents=True)
-            write_atomically(folder.config_file, _config_text(config, _heading(_origin_here())))
+            write_atomically(folder.config_file, _config_text(config, _heading()))
             if config.faults is not None:
                 shutil.copyfile(config.faults, folder.faults_file)
         except FileExistsError:
@@ -165,11 +125,15 @@ class RunFolder:
         """Return the resolved config this run was started with; refuse one that the log beside it does not know."""
         config = from_dict({**to_dict(RunConfig()), **read_toml(self.config_file)})
         require_same_config(self.arrivals_file, config)
+        first, _, rest = self.config_file.read_bytes().partition(b"\n")
+        if first.startswith(_CHECK) and first != _check_line(rest):  # older versions wrote none
+            why = "was changed since the run wrote it: undo that, or remove its first line"
+            raise UserError(f"{self.config_file} {why} to keep the change")
         return config
 
     def update_config(self, config: RunConfig) -> None:
         """Overwrite the config with values learned at the start; in place, because the file is also the lock."""
-        heading = _heading(self.origin())
+        heading = "".join(f"# {name} = {to_json(text)}\n" for name, text in self.origin().items())
         with self.config_file.open("r+b") as file:
             file.write(_config_text(config, heading))
             file.truncate()
@@ -179,14 +143,10 @@ class RunFolder:
         found: dict[str, str] = {}
         with self.config_file.open(encoding="utf-8", errors="replace") as file:
             for line in itertools.takewhile(lambda line: line.startswith("# "), file):
-                name, sign, text = line[2:].partition(" = ")
-                try:
-                    found |= {name: str(from_json(text))} if sign else {}  # a comment of the user's is another line
-                except ValueError:
-                    found[_ORIGIN_CHECK] = "wrong"
-        check = found.pop(_ORIGIN_CHECK, None)  # older versions wrote none
-        if check is not None and check != _origin_check(found):
-            raise UserError(f"{self.config_file} has damaged comments: what made the run is unknown")
+                name, _, text = line[2:].partition(" = ")
+                with contextlib.suppress(ValueError):
+                    found[name] = str(from_json(text))
+        found.pop("crc32", None)
         return found
 
     def result(self) -> dict[str, Any] | None:
@@ -225,26 +185,21 @@ class RunFolder:
 
 
 def _config_text(config: RunConfig, heading: str) -> bytes:
-    return f"{heading}schema = {SCHEMA}\n{to_toml(config)}".encode()
+    text = f"{heading}schema = {SCHEMA}\n{to_toml(config)}".encode()
+    return _check_line(text) + b"\n" + text
 
 
-def _heading(origin: dict[str, str]) -> str:
+def _check_line(text: bytes) -> bytes:
+    return b'%s%08x"' % (_CHECK, zlib.crc32(text))
+
+
+def _heading() -> str:
     """Return comments that name the origin of a run; not settings, so that equal runs have equal settings."""
-    lines = {**origin, _ORIGIN_CHECK: _origin_check(origin)}
-    return "".join(f"# {name} = {to_json(text)}\n" for name, text in lines.items())
-
-
-def _origin_check(origin: dict[str, str]) -> str:
-    return f"{zlib.crc32(to_json(origin).encode()):08x}"
-
-
-def _origin_here() -> dict[str, str]:
-    """Return when and by which command this process creates a run."""
     program = Path(sys.argv[0])
     name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
     command = " ".join([name, *map(shlex.quote, sys.argv[1:])])
     made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return {"made": made, "command": command}
+    return f"# made = {to_json(made)}\n# command = {to_json(command)}\n"
 
 
 def _try_lock(lock: BinaryIO, how: int) -> bool:
