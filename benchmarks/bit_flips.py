@@ -63,7 +63,7 @@ SAME, ONE_LINE, NOTED, UNNOTICED, TRACEBACK, WRONG = (
 )
 BAD = (UNNOTICED, TRACEBACK, WRONG)
 NOTES = re.compile(
-    r"cannot be read|damaged|ignored|using an older one|cut off|torn|no longer counts|missing|config.toml: "
+    r"cannot be read|damaged|ignored|using an older one|cut off|torn|no longer counts|missing|was changed|config.toml: "
 )
 TIMED = re.compile(r"^ *\d+ %|^training time|samples/s")
 MEMORY = Path("/dev/shm")  # files in memory, because every run syncs its own

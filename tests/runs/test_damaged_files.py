@@ -150,6 +150,21 @@ def test_settings_that_changed_are_refused_by_every_reader(tmp_path: Path, capsy
         assert code == (2 if verb in ("status", "trace", "export") else 0), verb
 
 
+@pytest.mark.parametrize(("old", "new"), [("keep = 2", "keep = 3"), ("# made = ", "# mad! = ")])
+def test_settings_that_the_log_does_not_know_and_comments_have_a_checksum(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str
+) -> None:
+    folder = whole_run(tmp_path)
+    assert answer("status", folder, capsys)[0] == 0
+    text = folder.config_file.read_text()
+    folder.config_file.write_text(text.replace(old, new))
+    assert text.count(old) == 1
+    code, said = answer("status", folder, capsys)
+    assert code == 2 and "config.toml was changed since the run wrote it" in said
+    folder.config_file.write_text(text.replace(old, new).partition("\n")[2])
+    assert answer("status", folder, capsys)[0] == 0
+
+
 def test_a_damaged_run_does_not_keep_others_from_a_tracker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole_run(tmp_path, "a").result_file.write_text("{}")
     whole_run(tmp_path, "b")
