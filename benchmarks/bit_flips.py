@@ -66,6 +66,7 @@ NOTES = re.compile(
     r"cannot be read|damaged|ignored|using an older one|cut off|torn|no longer counts|missing|was changed|config.toml: "
 )
 TIMED = re.compile(r"^ *\d+ %|^training time|samples/s")
+INTERRUPTED = 130
 MEMORY = Path("/dev/shm")  # files in memory, because every run syncs its own
 DATE = 1_700_000_000.0
 WHOLE, KILLED = "whole", "killed"  # the two run folders: one that finished, one that was killed and can be resumed
@@ -228,8 +229,10 @@ class Trial:
         """Return how the verb answers on the damaged copy, and what it said."""
         try:
             code, text = VERBS[verb](f"copy/{run}")
-        except BaseException as error:  # whatever a verb raises is a finding
+        except (Exception, SystemExit) as error:  # whatever a verb raises is a finding
             return TRACEBACK, f"{type(error).__name__}: {error}"
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
         if (code, text) == self._right[verb, run]:
             return SAME, text
         shown = [line for line in text.splitlines() if "paceline: " in line]
