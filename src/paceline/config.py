@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -302,7 +303,9 @@ def coerce(spec: dataclasses.Field[Any], value: Any) -> Any:
     raise UserError(f"{spec.name} = {value!r} is not of type {wanted}")
 
 
-def _is_a(kind: str, value: Any) -> bool:  # True and False are not numbers
+def _is_a(kind: str, value: Any) -> bool:  # True and False are not numbers, nor are ints that no float can hold
+    if kind == "float" and isinstance(value, int) and abs(value) > sys.float_info.max:
+        return False
     return isinstance(value, _KINDS[kind]) and (kind == "bool" or not isinstance(value, bool))
 
 

@@ -73,6 +73,7 @@ def test_a_log_that_cannot_be_replayed_is_one_clear_line(record: Record, name: s
 
 def test_a_simulation_of_times_alone_has_nothing_to_replay(record: Record) -> None:
     run = made(record)
+    run.folder.arrivals_file.unlink()
     run.folder.update_config(dataclasses.replace(run.config, timing_only=True))
     with pytest.raises(UserError, match="simulated only times"):
         open_recording(run.folder.path)

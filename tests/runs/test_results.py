@@ -21,6 +21,7 @@ from paceline.reports.run_tables import compare
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder, write_atomically
 from paceline.runs.result import percentile, staleness_summary, summarise, weights_sha256
+from paceline.system.strict_json import seal
 from tests.support.recorded_runs import Record, Small, small_config, small_task
 
 
@@ -50,7 +51,8 @@ def test_a_finished_run_leaves_a_result_and_weights_that_score_what_it_says(reco
     run.push_at_random(10_000)
     result = run.host.finish()
     run.close()
-    assert result == json.loads(run.folder.result_file.read_text())
+    assert seal(result) == json.loads(run.folder.result_file.read_text())
+    assert result == run.folder.result()
     assert result["status"] == "finished"
     assert result["updates"] == run.server.version
     assert result["samples"] == run.server.samples

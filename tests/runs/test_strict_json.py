@@ -12,6 +12,7 @@ import pytest
 from paceline.cli.main import main
 from paceline.reports.watch.sources import encode
 from paceline.runs.events import EventLog
+from paceline.system.strict_json import seal
 
 TASK = """
 import torch
@@ -49,7 +50,7 @@ def test_a_run_with_figures_that_are_not_finite_writes_and_prints_strict_json(
     assert main([*command, "--json"]) == 0
     result = strict(capsys.readouterr().out)
     assert result["test_loss"] is None and result["test_metrics"] == {"ratio": None} and result["train_loss"] > 0
-    assert strict(Path("runs/run/result.json").read_text()) == result
+    assert strict(Path("runs/run/result.json").read_text()) == seal(result)
     rows = [strict(line) for line in Path("runs/run/events.jsonl").read_text().splitlines()]
     assert [row["test_loss"] for row in rows if row["kind"] == "evaluation"] == [None]
     for verb in (["list", "runs", "--json"], ["compare", "runs/run", "--json"], ["status", "runs/run", "--json"]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +74,10 @@ def test_all_rows_come_in_order_and_say_when_they_were(folder: RunFolder) -> Non
 
 def test_a_run_that_goes_on_is_followed_to_its_end(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that come while it looks, one of them in two halves, are told once each, and the result after them all."""
-    late = {"kind": "progress", "now": 3.0, "updates": 24, "samples": 768, "loss": 1.0}
-    halves = [(line := json.dumps(late) + "\n")[:9], line[9:]]
+    late: dict[str, Any] = {"kind": "progress", "now": 3.0, "updates": 24, "samples": 768, "loss": 1.0}
+    with EventLog(folder.path / "late.jsonl") as log:
+        log.write(**late)
+    halves = [(line := (folder.path / "late.jsonl").read_text())[:9], line[9:]]
     monkeypatch.setattr(feeding, "POLL_SECONDS", 0.0)
     kept = Kept()
 

@@ -15,9 +15,11 @@ from paceline.analysis.reported import read_reported
 from paceline.analysis.scored_weights import BY_WEIGHTS, SCORES, by_weights, comparable, kind_of
 from paceline.config import ALIASES, FIELDS, is_simulated, to_dict
 from paceline.errors import UserError, unknown_name
-from paceline.runs.events import read_tail
+from paceline.runs.events import RowParser, read_tail
 from paceline.runs.folder import RunFolder
 from paceline.settings.rules import average_in_words
+from paceline.system.sealed_weights import check_weights
+from paceline.system.strict_json import is_number
 
 Row = dict[str, Any]
 FIGURES = (
@@ -32,6 +34,7 @@ ABOUT = (
 SETTINGS = tuple(name for name in FIELDS if name not in ("name", "runs", "path"))
 KEYS = (*ABOUT, *SETTINGS, *FIGURES)  # the keys of a row, which `--where` and `--sort` accept
 TAIL_BYTES = 1 << 16
+MAX_CHECKED_NBYTES = 256 << 20  # a list compares weights of at most this size with their checksums; `replay` all
 DESCENDING = re.compile("accuracy|per_second|changed|fraction")  # fields that sort in descending order by default
 
 
@@ -113,12 +116,10 @@ def _row(folder: RunFolder, name: str) -> Row:
         row |= {"kind": "simulated" if is_simulated(config) else "real", "model": config.task or config.model}
         row["average"] = average_in_words(config)  # auto means another thing for each strategy
         result = folder.result()
-        row["weights"] = kind_of(result if isinstance(result, dict) else {}, config)
+        row["weights"] = kind_of(result or {}, config)
         if result is None:
             return row | _so_far(folder)
-        if not isinstance(result, dict) or not isinstance(result.get("status"), str):
-            return row | {"problem": f"{folder.result_file.name} is not a run result"}
-        return row | _ended(result, row["weights"])
+        return row | _ended(result, row["weights"]) | {"problem": weights_problem(folder, result, MAX_CHECKED_NBYTES)}
     except (UserError, OSError) as error:
         return row | {"problem": str(error).replace(f"{folder.path}/", "")}
 
@@ -146,17 +147,25 @@ def _metrics(result: dict[str, Any]) -> dict[str, float] | None:
 def _so_far(folder: RunFolder) -> Row:
     """Return the progress of a run without a result."""
     row: Row = {"status": "running" if folder.is_locked() else "killed"}
-    events = read_tail(folder.events_file, TAIL_BYTES) if folder.events_file.exists() else []
+    parser = RowParser(folder.events_file)
+    events = read_tail(folder.events_file, TAIL_BYTES, parser) if folder.events_file.exists() else []
     progress = [event for event in events if event.get("kind") == "progress"]
     if progress:
         row |= {name: progress[-1].get(name) for name in ("updates", "samples", "fraction")}
         row["train_seconds"] = progress[-1].get("now")
-    return row
+    return row | {"problem": "; ".join(parser.notes()) or weights_problem(folder, {}, MAX_CHECKED_NBYTES)}
 
 
-def is_number(value: Any) -> bool:
-    """Return whether the value is a number; booleans are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def weights_problem(folder: RunFolder, result: Row, most: float = float("inf")) -> str | None:
+    """Return which weights in a run folder, of files of at most `most` bytes, are not those that the run wrote."""
+    problems = []
+    for file in (folder.weights_file, folder.live_weights_file, folder.best_file):
+        try:
+            if file.is_file() and file.stat().st_size <= most:
+                check_weights(file, result.get("weights_sha256") if file == folder.weights_file else None)
+        except (OSError, ValueError) as error:
+            problems.append(f"{file.name} is damaged, do not use it ({error})")
+    return "; ".join(problems) or None
 
 
 _TESTS = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}

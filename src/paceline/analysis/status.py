@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from paceline.analysis.reported import ReportedValue, read_reported, reported_so_far
 from paceline.analysis.scored_weights import kind_of
 from paceline.config import is_simulated
-from paceline.runs.events import read_tail
+from paceline.runs.events import RowParser, read_tail
 from paceline.runs.folder import RunFolder
 
 PARTS = ("computing", "sending", "waiting", "server")  # the parts of a worker's time, as the `workers` events name them
@@ -70,6 +70,7 @@ class RunStatus:
     validation_accuracy: float | None = None
     weights: str = "live"  # those that are scored: live, or averaged
     reported: dict[str, ReportedValue] = field(default_factory=dict)  # metrics of an own loop: the values that hold
+    damaged: tuple[str, ...] = ()  # sentences about parts of its files that cannot be read
 
 
 class RunSnapshot(NamedTuple):
@@ -87,18 +88,19 @@ def read_status(path: Path) -> RunStatus:
 def read_run_snapshot(path: Path) -> RunSnapshot:
     """Return the status of the run in this folder, and the latest events of its server."""
     folder = RunFolder.open(path)
-    events, quiet = _latest(folder)
-    return RunSnapshot(_status_of(folder, events, quiet), events)
+    parser = RowParser(folder.events_file)
+    events, quiet = _latest(folder, parser)
+    return RunSnapshot(_status_of(folder, events, quiet, parser.notes()), events)
 
 
-def _status_of(folder: RunFolder, events: list[Row], quiet: float | None) -> RunStatus:
+def _status_of(folder: RunFolder, events: list[Row], quiet: float | None, damaged: list[str]) -> RunStatus:
     config, result = folder.config(), folder.result()
     simulated = is_simulated(config)
     if result is None:
         progressed = any(row.get("kind") == "progress" for row in events)
         status, reason = status_without_result(folder, progressed, events[-1].get("kind") if events else None), None
     else:
-        status, reason = result["status"], result["reason"]
+        status, reason = result["status"], result.get("reason")
     last = _last(events, "progress")
     workers, span = _workers(events, result, whole=simulated or status in ENDED)
     row = result or last
@@ -127,14 +129,15 @@ def _status_of(folder: RunFolder, events: list[Row], quiet: float | None) -> Run
         validation_accuracy=(result or _last(events, "evaluation")).get("validation_accuracy"),
         weights=kind_of(result or {}, config),
         reported=read_reported(result) if result is not None else reported_so_far(events),
+        damaged=tuple(damaged),
     )
 
 
-def _latest(folder: RunFolder) -> tuple[list[Row], float | None]:
+def _latest(folder: RunFolder, parser: RowParser) -> tuple[list[Row], float | None]:
     """Return the latest events of the last server, and the seconds since it wrote them."""
     try:
         quiet = round(max(0.0, time.time() - folder.events_file.stat().st_mtime), 3)
-        events = read_tail(folder.events_file, TAIL_BYTES)
+        events = read_tail(folder.events_file, TAIL_BYTES, parser)
     except FileNotFoundError:
         return [], None
     starts = [place for place, row in enumerate(events) if row.get("kind") in STARTS]
@@ -157,7 +160,8 @@ def status_without_result(folder: RunFolder, progressed: bool, last_kind: str | 
 
 def seconds_left(events: Iterable[Row]) -> float | None:
     """Estimate the remaining seconds from the progress in the latest events."""
-    rows = [(row["now"], row["fraction"]) for row in events if row.get("kind") == "progress"]
+    progress = (row for row in events if row.get("kind") == "progress")
+    rows = [(row["now"], row["fraction"]) for row in progress if row.get("fraction") is not None]
     latest = [row for row in rows if row[0] >= rows[-1][0] - WINDOW_SECONDS]
     if len(latest) < 2:
         return None

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.runs.arrival_log import MAGIC, RECORD_BYTES, RESUME_KIND
-from paceline.runs.events import LineReader, parse_row
+from paceline.runs.events import LineReader, RowParser
 
 RECORDS = np.dtype(
     [("kind", "u1"), ("verdict", "u1"), ("worker", "<u2")]
@@ -21,7 +21,6 @@ RECORDS = np.dtype(
 CHUNK_BYTES = RECORD_BYTES << 18
 MAX_ROWS_PER_READ = {b'{"kind": "progress': 2000, b'{"kind": "workers"': 500, b'{"kind": "evaluati': 2000}
 """Rows per kind and read; the rest are skipped evenly. No push is lost: the log has them all, and accounts are sums."""
-MAX_NAMED = 5
 Records = NDArray[Any]
 
 
@@ -29,37 +28,19 @@ class EventFollower:
     """Follows `events.jsonl`."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.rows = path, 0
-        self.broken: list[int] = []  # numbers of unreadable rows, from 1
-        self._lines = LineReader(path)
+        self._lines, self._parser = LineReader(path), RowParser(path)
 
     def read(self) -> list[dict[str, Any]]:
         """Return the rows added since the last call."""
         lines = [line for some in self._lines.read() for line in some]
-        skipped, found = _skipped_rows(lines), []
-        for place, line in enumerate(lines):
-            if place in skipped:
-                continue
-            row = parse_row(line)
-            if row is not None and isinstance(row.get("kind"), str) and isinstance(row.get("now"), int | float):
-                found.append(row)
-            elif line:
-                self.broken.append(self.rows + place + 1)
-        self.rows += len(lines)
-        return found
+        return self._parser.parse(lines, _skipped_rows(lines))
 
     def notes(self, going_on: bool) -> list[str]:
         """Return sentences about unreadable parts."""
-        notes = []
-        if self.broken:
-            named = ", ".join(f"{number:,}" for number in self.broken[:MAX_NAMED])
-            more = f" and {len(self.broken) - MAX_NAMED:,} more" if len(self.broken) > MAX_NAMED else ""
-            rows = "row" if len(self.broken) == 1 else "rows"
-            notes.append(f"{self.path.name}: {rows} {named}{more} of {self.rows:,} cannot be read and are ignored")
-        rest_nbytes = len(self._lines.rest)
+        notes, rest_nbytes, path = self._parser.notes(), len(self._lines.rest), self._parser.path
         if rest_nbytes and not going_on:
             rest = f"the last {rest_nbytes:,} bytes are an incomplete row and are ignored"
-            notes.append(f"{self.path.name} is cut off after row {self.rows:,}: {rest}")
+            notes.append(f"{path.name} is cut off after row {self._parser.rows:,}: {rest}")
         return notes
 
 

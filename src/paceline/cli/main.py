@@ -18,8 +18,9 @@ from paceline.cli.train import replay_verb, resume_verb, run_verb, train_verb
 from paceline.cli.watch import watch_verb
 from paceline.errors import PacelineError, unknown_name
 from paceline.system.signals import INTERRUPT_SIGNALS, InterruptHandler
-from paceline.system.terminal import fold_for, fold_help, terminal_width
+from paceline.system.terminal import fold_for, fold_help, printable, terminal_width
 
+MAX_LETTERS = 10_000
 DESCRIPTION = """Train PyTorch models on many workers; --strategy chooses how the workers synchronise.
 
   paceline train --strategy async --workers 2     real processes on this machine
@@ -65,7 +66,8 @@ def raise_on_signals() -> Iterator[None]:
 def _complain(text: str) -> None:
     """Print one line, folded to the width of the terminal."""
     if sys.stderr is not None:
-        print(fold_for(sys.stderr, [f"paceline: {text}"]), file=sys.stderr)
+        lines = [printable(line, MAX_LETTERS) for line in f"paceline: {text}".splitlines()]
+        print(fold_for(sys.stderr, lines), file=sys.stderr)
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -9,7 +9,9 @@ from pathlib import Path
 from paceline.cli.arguments import Parser
 from paceline.errors import UserError
 from paceline.reports.console import Console
+from paceline.reports.status_table import MAX_LETTERS
 from paceline.system.strict_json import to_json
+from paceline.system.terminal import printable
 
 DESCRIPTION = """Write an HTML page about one run, or several side by side; it needs no network.
 
@@ -46,7 +48,8 @@ def report_verb(arguments: list[str]) -> int:
         raise UserError(f"{output} cannot be written: {error.strerror}; give another -o FILE.html") from None
     runs = "1 run" if len(digests) == 1 else f"{len(digests)} runs"
     notes = [f"{digest['name']}: {note}" for digest in digests for note in digest["notes"]]
-    print("\n".join([*others, *notes, f"{output}: {runs}, {len(page) / 1e6:.1f} MB"]))
+    lines = [*others, *notes, f"{output}: {runs}, {len(page) / 1e6:.1f} MB"]
+    print("\n".join(printable(line, MAX_LETTERS) for line in lines))
     return 0
 
 
@@ -79,14 +82,23 @@ def export_verb(arguments: list[str]) -> int:
         print(f"paceline: {line}", file=sys.stderr)
     if parsed.follow and len(paths) > 1:
         raise UserError(f"--follow takes one run at a time, got {len(paths)}: leave out the others")
+    code = 0
     for folder in map(RunFolder, paths):
 
         def goes_on(folder: RunFolder = folder) -> bool:
             return parsed.follow and not folder.result_file.exists() and folder.is_locked()
 
-        num_rows = feed(folder, parsed.to, make_tracker(parsed.to), goes_on)
-        print(f"{folder.path}: {num_rows} rows to {parsed.to}", flush=True)
-    return 0
+        def note(text: str, folder: RunFolder = folder) -> None:
+            print(printable(f"paceline: {folder.path}: {text}", MAX_LETTERS), file=sys.stderr)
+
+        try:
+            num_rows = feed(folder, parsed.to, make_tracker(parsed.to), goes_on, note)
+        except UserError as error:  # a damaged run does not keep the others from their tracker
+            note(str(error))
+            code = error.exit_code
+            continue
+        print(printable(f"{folder.path}: {num_rows} rows to {parsed.to}", MAX_LETTERS), flush=True)
+    return code
 
 
 def trace_verb(arguments: list[str]) -> int:
@@ -108,7 +120,8 @@ def trace_verb(arguments: list[str]) -> int:
         raise UserError(f"--pushes must be at least 1, got {parsed.pushes}")
     output = Path(parsed.output) if parsed.output is not None else Path(parsed.run) / "trace.json.gz"
     num_events, notes = write_trace(Path(parsed.run), output, part)
-    print("\n".join([f"{output}: {num_events:,} events; open it at https://ui.perfetto.dev", *notes]))
+    lines = [f"{output}: {num_events:,} events; open it at https://ui.perfetto.dev", *notes]
+    print("\n".join(printable(line, MAX_LETTERS) for line in lines))
     return 0
 
 

@@ -150,4 +150,4 @@ def replay_verb(arguments: list[str]) -> int:
         output = Path(parsed.output) if parsed.output is not None else None
         outcome = replay(Path(parsed.run), console, parsed.until, output)
     print(to_json(outcome, indent=2) if parsed.json else fold_for(sys.stdout, describe(outcome)))
-    return 0 if outcome["identical"] is not False else 1
+    return 0 if outcome["identical"] is not False and not outcome["damaged"] else 1

@@ -49,8 +49,9 @@ class Aggregates:
         self.num_pushes += len(kept)
         values = {"samples": kept["samples"].astype(float), "loss": kept["loss"].astype(float)}
         self.pushes.add(kept["now"], values)
-        if len(records):
-            self.now = max(self.now, float(np.nanmax(records["now"])))
+        known = records["now"][np.isfinite(records["now"])]
+        if len(known):
+            self.now = max(self.now, float(known.max()))
 
     def reset_pushes(self) -> None:
         """Drop all pushes: a resume undid some, and all effective ones are added again."""

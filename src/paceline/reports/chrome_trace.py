@@ -14,7 +14,7 @@ from typing import Any
 from paceline.analysis.timeline import Span, Timeline, TimelineUpdate, TimeReports
 from paceline.errors import UserError
 from paceline.runs.arrival_log import LogContents, scan_log
-from paceline.runs.events import read_events
+from paceline.runs.events import RowParser, read_events
 from paceline.runs.folder import RunFolder
 from paceline.system.strict_json import to_json
 
@@ -25,14 +25,8 @@ MAX_PUSHES = 30_000
 MAX_ROWS = 5_000
 COUNTERS = {"loss": "loss", "rate": "samples/s", "staleness": "staleness", "updates": "version", "lr": "lr"}
 WORKER_EVENTS = (
-    "worker_joined",
-    "worker_left",
-    "worker_lost",
-    "worker_draining",
-    "stalled",
-    "local_steps",
-    "expelled",
-    "suspicious",
+    *("worker_joined", "worker_left", "worker_lost", "worker_draining", "local_steps"),
+    *("expelled", "stalled", "suspicious"),
 )
 RUN_EVENTS = ("evaluation", "checkpoint", "fault", "deal", "stopped", "run_resumed", "recovered", "run_ended")
 TraceEvent = dict[str, Any]
@@ -192,8 +186,9 @@ class ChromeTrace:
     def __init__(self, folder: RunFolder, part: TraceWindow) -> None:
         self._folder, self._part, self._config = folder, part, folder.config()
         self._log = _log_of(folder)
-        self._rows = _effective_rows(folder)
-        self.notes = _notes_of(self._log)
+        parser = RowParser(folder.events_file)
+        self._rows = _effective_rows(folder, parser)
+        self.notes = [*_notes_of(self._log), *parser.notes()]
         self._records = self._log.effective_records
         inside = [record for record in self._records if part.begin <= record.now <= part.end]
         pushes = sum(record.kind == "push" for record in inside)
@@ -285,12 +280,12 @@ def _notes_of(log: LogContents) -> list[str]:
     return notes
 
 
-def _effective_rows(folder: RunFolder) -> list[dict[str, Any]]:
+def _effective_rows(folder: RunFolder, parser: RowParser) -> list[dict[str, Any]]:
     """Return the event rows without those that a resume undid: the clock went back before them."""
     rows: list[dict[str, Any]] = []
     if folder.events_file.is_file():
-        for row in read_events(folder.events_file):
-            if row.get("kind") == "run_resumed" and isinstance(row.get("now"), int | float):
-                rows = [one for one in rows if one.get("now", 0.0) <= row["now"] or one.get("kind") == "fault"]
+        for row in read_events(folder.events_file, parser):
+            if row["kind"] == "run_resumed":
+                rows = [one for one in rows if one["now"] <= row["now"] or one["kind"] == "fault"]
             rows.append(row)
     return rows

@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from paceline.analysis.listing import SETTINGS, Row, is_number
+from paceline.analysis.listing import SETTINGS, Row
 from paceline.analysis.scored_weights import KINDS, SHORT
+from paceline.reports.status_table import MAX_LETTERS
 from paceline.reports.tables import Column, fit_table
-from paceline.system.terminal import fold
+from paceline.system.strict_json import is_number
+from paceline.system.terminal import fold, printable
 
 MAX_DIFFERENCES = 6  # settings with a column; the others are listed below the table
 IGNORED_SETTINGS = (
@@ -116,7 +118,8 @@ def _legend(text: str, rows: list[Row], width: int) -> list[str]:
 
 
 def _problems(rows: list[Row], width: int) -> list[str]:
-    return [fold(f"{row['run']}: {row['problem']}", width) for row in rows if row["problem"]]
+    found = [f"{row['run']}: {row['problem']}" for row in rows if row["problem"]]
+    return [fold(printable(line, MAX_LETTERS), width) for line in found]
 
 
 def _status(row: Row) -> str:

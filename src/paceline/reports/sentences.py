@@ -75,7 +75,7 @@ def class_names(settings: dict[str, Any]) -> tuple[str, ...] | None:
 
 def event_sentence(row: dict[str, Any]) -> str | None:
     """Return an event as a sentence; None for events that charts show."""
-    text = _worker_event(row) if row["kind"].startswith("worker_") else _run_event(row)
+    text = _worker_event(row) or _run_event(row)
     return printable(text[0].upper() + text[1:], MAX_TEXT) if text else None
 
 
@@ -88,6 +88,10 @@ def _worker_event(row: dict[str, Any]) -> str | None:
             return f"{worker} was lost {pushes}; {row.get('live', '?')} live"
         case "worker_left":
             return f"{worker} left {pushes}"
+        case "expelled":
+            return f"{worker} was expelled: {row.get('why')}"
+        case "suspicious" | "not_finite":
+            return f"{worker}{' looks suspicious' if row['kind'] == 'suspicious' else ''}: {row.get('why')}"
         case "stalled":
             return f"{worker} has made no step for {_seconds(row, 'seconds')}; usually {_seconds(row, 'usual')}"
         case "worker_draining":
@@ -110,9 +114,6 @@ def _run_event(row: dict[str, Any]) -> str | None:
         case "fault":
             target = f" of worker {row['worker']}" if row.get("worker") is not None else ""
             return f"injected fault: {row.get('fault')}{target}"
-        case "suspicious" | "not_finite":
-            verb = " looks suspicious" if row["kind"] == "suspicious" else ""
-            return f"worker {row.get('worker')}{verb}: {row.get('why')}"
         case "run_resumed":
             return f"the run resumed at update {_amount(row, 'updates')}"
         case "recovered":
@@ -125,8 +126,6 @@ def _run_event(row: dict[str, Any]) -> str | None:
             return f"{row.get('what')} could not be written: {row.get('error')}"
         case "turned_away":
             return f"rejected: {row.get('text')}"
-        case "expelled":
-            return f"worker {row.get('worker')} was expelled: {row.get('why')}"
         case "stopped":
             return f"stopped: {row.get('reason')}"
     return None

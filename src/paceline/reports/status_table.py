@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from paceline.analysis.status import PARTS, RunStatus, WorkerStatus
 from paceline.analysis.stragglers import SLOW_THRESHOLD, Straggler, stragglers
 from paceline.reports.tables import Column, fit_table
-from paceline.system.terminal import fold
+from paceline.system.terminal import fold, printable
 
 MAX_WORKERS = 32  # workers shown; `--json` has all
 MAX_NAMED = 8
 QUIET_SECONDS = 15.0
+MAX_LETTERS = 2000
 HEADS = ("worker", "state", "compute", "send", "wait", "server", "step", "pushes", "stale", "seen")
 COLUMNS = [Column(*pair) for pair in zip(HEADS, (0, 0, 0, 3, 5, 4, 6, 2, 1, 7), strict=True)]
 
@@ -23,7 +24,7 @@ def format_status(status: RunStatus, width: int = 80) -> str:
 
 def format_run(status: RunStatus, width: int = 80) -> str:
     """Return the lines about the run as a whole."""
-    return fold(_run_line(status), width)
+    return "\n".join(fold(printable(line, MAX_LETTERS), width) for line in (_run_line(status), *status.damaged))
 
 
 def format_workers(status: RunStatus, width: int = 80, max_workers: int = MAX_WORKERS) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.data.datasets import remedy
-from paceline.system.terminal import UNLIMITED_WIDTH, fold
+from paceline.system.terminal import UNLIMITED_WIDTH, fold, printable
 
 if TYPE_CHECKING:
     from paceline.data.download import DatasetStatus
@@ -21,9 +21,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     run  loss
     a     0.5
     """
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    shown = [[printable(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(len(row[column]) for row in shown) for column in range(len(header))]
     lines = []
-    for row in [header, *rows]:
+    for row in shown:
         cells = [row[0].ljust(widths[0])]
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join(cells).rstrip())

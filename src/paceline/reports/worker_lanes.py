@@ -52,7 +52,7 @@ class WorkerLanes:
 
     def add(self, row: dict[str, Any]) -> None:
         """Add a `workers` event with complete columns."""
-        lanes = [self._of[worker] for worker in row["worker"] if worker < self.num_workers]
+        lanes = self._of[[worker for worker in row["worker"] if worker < self.num_workers]]
         known = len(lanes)
         sums = np.zeros((len(PARTS), self.count))
         for place, part in enumerate(PARTS):

@@ -42,6 +42,7 @@ _EXPEL, _DISCARD, _SKIP = range(11, 14)
 _NO_QUOTA = 0xFFFFFFFF
 PUSH_KIND, RESUME_KIND = _PUSH, _RESUME  # record kinds as the first byte of a record stores them
 MAGIC = b"paceline arrivals 1 "
+MAX_HEADER = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,12 +281,23 @@ def _open(path: Path, config: RunConfig) -> tuple[bytes, int]:
             f"'paceline train {path.parent / 'config.toml'} --name NAME' starts it again"
         )
     length = content.find(b"\n") + 1
-    header = content[:length]
-    if not header.startswith(MAGIC):
+    if not content[:length].startswith(MAGIC):
         raise UserError(f"{path} is not an arrivals log of this version ({MAGIC.decode().strip()})")
-    if header[len(MAGIC) :].strip() != fingerprint(config).encode():
-        raise UserError(f"{path} belongs to another config than the config.toml beside it")
+    require_same_config(path, config)
     return content, length
+
+
+def require_same_config(path: Path, config: RunConfig) -> None:
+    """Refuse a config other than the one that the log was made with; a log that is not there knows none."""
+    try:
+        with path.open("rb") as file:
+            header = file.readline(MAX_HEADER)
+    except FileNotFoundError:
+        return
+    if header.startswith(MAGIC) and header.endswith(b"\n") and header[len(MAGIC) : -1] != fingerprint(config).encode():
+        raise UserError(
+            f"{path} belongs to another config than the config.toml beside it: one of them was changed or is damaged"
+        )
 
 
 def _record(content: bytes, offset: int, path: Path, config: RunConfig) -> Record:

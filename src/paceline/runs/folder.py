@@ -5,24 +5,27 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
-import json
 import os
 import shlex
 import shutil
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.config import SCHEMA, RunConfig, from_dict, is_simulated, read_toml, to_dict, to_toml
 from paceline.errors import RunFailed, UserError
-from paceline.system.strict_json import to_json
+from paceline.runs.arrival_log import require_same_config
+from paceline.runs.events import RESULT_TYPES
+from paceline.system.strict_json import escape_texts, from_json, is_text, require_types, seal, to_json, unseal
 
 LOCK_RETRY_SECONDS = 0.05
 ALL_GONE = "all workers are gone"
 NOT_COME = "not all workers came in time"
 TIME_IS_UP = "time is up"  # reasons for an early end, as the result states them
+_CHECK = b'# crc32 = "'  # the first line of config.toml: a checksum of the others
 
 
 class RunFolder:
@@ -100,20 +103,34 @@ class RunFolder:
         """Return how to continue after an early end."""
         if is_simulated(config):
             return "simulate it again: the result is the same"
-        verb = "server --resume" if self.served().get("by_hand") else "resume"
+        try:
+            verb = "server --resume" if self.served().get("by_hand") else "resume"
+        except UserError as error:
+            return str(error)
         return f"'paceline {verb} {self.path}' continues from there"
 
     def served(self) -> dict[str, Any]:
         """Return how the run was last served; empty if it never was."""
         try:
-            found: dict[str, Any] = json.loads(self.server_file.read_text())
-        except (OSError, ValueError):
+            found = unseal(self.server_file.read_bytes())
+            require_types(found, {"address": is_text, "by_hand": lambda value: isinstance(value, bool)})
+        except FileNotFoundError:
             return {}
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{self.server_file} cannot be read ({error}): remove it, and give --listen again"
+            ) from None
         return found
 
     def config(self) -> RunConfig:
-        """Return the resolved config this run was started with."""
-        return from_dict({**to_dict(RunConfig()), **read_toml(self.config_file)})
+        """Return the resolved config this run was started with; refuse one that the log beside it does not know."""
+        config = from_dict({**to_dict(RunConfig()), **read_toml(self.config_file)})
+        require_same_config(self.arrivals_file, config)
+        first, _, rest = self.config_file.read_bytes().partition(b"\n")
+        if first.startswith(_CHECK) and first != _check_line(rest):  # older versions wrote none
+            why = "was changed since the run wrote it: undo that, or remove its first line"
+            raise UserError(f"{self.config_file} {why} to keep the change")
+        return config
 
     def update_config(self, config: RunConfig) -> None:
         """Overwrite the config with values learned at the start; in place, because the file is also the lock."""
@@ -124,30 +141,35 @@ class RunFolder:
 
     def origin(self) -> dict[str, str]:
         """Return when (`made`) and by which `command` the run was created, from the comments in its config."""
-        found = {}
+        found: dict[str, str] = {}
         with self.config_file.open(encoding="utf-8", errors="replace") as file:
             for line in itertools.takewhile(lambda line: line.startswith("# "), file):
                 name, _, text = line[2:].partition(" = ")
                 with contextlib.suppress(ValueError):
-                    found[name] = str(json.loads(text))
+                    found[name] = str(from_json(text))
+        found.pop("crc32", None)
         return found
 
     def result(self) -> dict[str, Any] | None:
         """Return the result, or None if there is none yet."""
         try:
-            loaded: dict[str, Any] = json.loads(self.result_file.read_text())
+            result = unseal(self.result_file.read_bytes())
+            require_types(result, RESULT_TYPES)
+            if not is_text(result.get("status")):
+                raise ValueError("it has no status")
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             raise UserError(f"{self.result_file} cannot be read ({error}): the run folder is damaged") from None
-        return loaded
+        found: dict[str, Any] = escape_texts(result)
+        return found
 
     def require_unfinished(self, recovery: str = "log") -> None:
         """Refuse a run that ended: it cannot be resumed, but for a diverged one, from before its divergence."""
         result = self.result()
         if result is None or result["status"] == "stopped":
             return
-        end, diverged = f"{result['status']} after {result['updates']} updates", result["status"] == "diverged"
+        end, diverged = f"{result['status']} after {result.get('updates')} updates", result["status"] == "diverged"
         if diverged and recovery == "log":
             ways = (
                 "--recovery checkpoint goes back to its newest checkpoint, --recovery skip-batch also skips the batch"
@@ -158,7 +180,7 @@ class RunFolder:
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write the result. It is the last file written: a folder with a result is a run that ended."""
-        write_atomically(self.result_file, (to_json(result, indent=2) + "\n").encode())
+        write_atomically(self.result_file, (to_json(seal(result), indent=2) + "\n").encode())
 
     def discard_unstarted(self) -> None:
         """Remove the folder if nothing has happened in it yet."""
@@ -174,7 +196,12 @@ class RunFolder:
 
 
 def _config_text(config: RunConfig, heading: str) -> bytes:
-    return f"{heading}schema = {SCHEMA}\n{to_toml(config)}".encode()
+    text = f"{heading}schema = {SCHEMA}\n{to_toml(config)}".encode()
+    return _check_line(text) + b"\n" + text
+
+
+def _check_line(text: bytes) -> bytes:
+    return b'%s%08x"' % (_CHECK, zlib.crc32(text))
 
 
 def _heading() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.runs.arrival_log import LogContents, read_log
 from paceline.runs.folder import RunFolder, write_atomically
-from paceline.system.strict_json import to_json
+from paceline.system.strict_json import seal, to_json, unseal
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def open_recording(path: Path, until: int | None = None, output: Path | None = N
     if not log.records:
         raise UserError(f"{folder.arrivals_file} holds no record: the run never started")
     result = folder.result()
-    if result is not None and not (isinstance(result, dict) and {"updates", "weights_sha256"} <= result.keys()):
+    if result is not None and not {"updates", "weights_sha256"} <= result.keys():
         raise UserError(f"{folder.result_file} is not a run result: the run folder is damaged")
     if until is None:
         if output is not None:
@@ -102,13 +101,13 @@ class ScriptCall:
 
     def save(self, folder: RunFolder) -> None:
         """Store the call in the run folder."""
-        write_atomically(folder.script_file, (to_json(asdict(self), indent=2) + "\n").encode())
+        write_atomically(folder.script_file, (to_json(seal(asdict(self)), indent=2) + "\n").encode())
 
     @staticmethod
     def load(folder: RunFolder) -> ScriptCall:
         """Load the call that created a run; require that the script still exists."""
         try:
-            fields = json.loads(folder.script_file.read_text())
+            fields = unseal(folder.script_file.read_bytes())
             call = ScriptCall([str(word) for word in fields["command"]], str(fields["cwd"]), str(fields["sha256"]))
         except FileNotFoundError:
             raise UserError(f"{folder.path} does not record which script created it: start the script again") from None

@@ -19,6 +19,7 @@ from paceline.runs.folder import TIME_IS_UP, RunFolder, write_atomically
 from paceline.settings.rules import average_horizon, average_in_words
 from paceline.settings.strategies import strategy_of
 from paceline.system.environment import environment
+from paceline.system.sealed_weights import seal_weights
 
 
 def weights_sha256(tensors: dict[str, Tensor]) -> str:
@@ -77,9 +78,9 @@ def trained_tensors(server: Server, model: NamedTensors, live: bool = False) -> 
 def save_weights(folder: RunFolder, server: Server, model: NamedTensors) -> dict[str, Tensor]:
     """Write the evaluated weights, and the live ones if they are others; returns the evaluated ones by name."""
     tensors = trained_tensors(server, model)
-    write_atomically(folder.weights_file, save(tensors))
+    write_atomically(folder.weights_file, seal_weights(save(tensors)))
     if is_averaged(server):
-        write_atomically(folder.live_weights_file, save(trained_tensors(server, model, live=True)))
+        write_atomically(folder.live_weights_file, seal_weights(save(trained_tensors(server, model, live=True))))
     return tensors
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -26,7 +25,8 @@ from paceline.runs.background_writer import BackgroundWriter
 from paceline.runs.folder import RunFolder, write_atomically
 from paceline.runs.result import NamedTensors, trained_tensors
 from paceline.settings.stopping import BestMetric
-from paceline.system.strict_json import to_json
+from paceline.system.sealed_weights import check_weights, seal_weights
+from paceline.system.strict_json import is_count, is_number, is_text, seal, to_json, unseal
 
 
 @dataclass(frozen=True)
@@ -117,16 +117,18 @@ def drop_snapshots_after(folder: RunFolder, version: int) -> None:
 
 
 def _write_index(path: Path, entries: list[SnapshotEntry]) -> None:
-    rows = ",\n  ".join(to_json(asdict(entry)) for entry in entries)
-    write_atomically(path / "index.json", f'{{"snapshots": [\n  {rows}\n]}}\n'.encode())
+    content = to_json(seal({"snapshots": [asdict(entry) for entry in entries]}), indent=1)
+    write_atomically(path / "index.json", f"{content}\n".encode())
 
 
 def read_index(folder: RunFolder) -> list[SnapshotEntry]:
     """Return the run's snapshots, oldest first; empty if none was written yet."""
     path = folder.snapshots / "index.json"
     try:
-        rows: list[dict[str, Any]] = json.loads(path.read_text())["snapshots"]
-        return [SnapshotEntry(**row) for row in rows]
+        entries = [SnapshotEntry(**row) for row in unseal(path.read_bytes())["snapshots"]]
+        if not all(is_count(one.version) and is_text(one.sha256) and is_number(one.epochs) for one in entries):
+            raise ValueError("a row is of another type")
+        return entries
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -181,7 +183,7 @@ class BestWeights:
         self.found = row
         tensors = {name: tensor.clone() for name, tensor in trained_tensors(server, self._model).items()}
         texts = {name: str(value) for name, value in row.items() if value is not None}
-        self._writer.submit("the best weights so far", lambda: self._write(save(tensors, texts)))
+        self._writer.submit("the best weights so far", lambda: self._write(seal_weights(save(tensors, texts))))
 
     def _write(self, content: bytes) -> None:
         self._folder.checkpoints.mkdir(exist_ok=True)
@@ -200,6 +202,7 @@ def _rank(row: Mapping[str, Any]) -> tuple[float, float]:
 def read_best(folder: RunFolder) -> dict[str, Any] | None:
     """Return the scores and the update of the best weights so far; None if there are none."""
     try:
+        check_weights(folder.best_file)
         with safe_open(folder.best_file, "pt") as file:
             texts = file.metadata() or {}
         part = texts.get("chosen_on", "test")
@@ -212,8 +215,11 @@ def read_best(folder: RunFolder) -> dict[str, Any] | None:
             f"{part}_loss": float(texts[f"{part}_loss"]),
             **({"measure": texts["measure"], "value": float(texts["value"])} if "measure" in texts else {}),
         }
-    except (OSError, SafetensorError, KeyError, ValueError):
+    except FileNotFoundError:
         return None
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        path = folder.best_file
+        raise UserError(f"{path} cannot be read ({error}): remove it to choose the best weights anew") from None
 
 
 def drop_best_after(folder: RunFolder, version: int) -> None:

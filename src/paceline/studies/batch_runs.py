@@ -29,6 +29,7 @@ from paceline.simulation.cluster import DEFAULT_SPEED
 from paceline.simulation.lab.run import LabResult, LabTimes, Progress, check_rows, run_rows
 from paceline.simulation.run import simulate
 from paceline.system.environment import environment
+from paceline.system.sealed_weights import seal_weights
 from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.tracking.feed import feed
 from paceline.tracking.registry import make_tracker
@@ -192,10 +193,10 @@ def _write_run(finished: LabResult, facts: dict[str, Any]) -> None:
     """Write a lab run's folder; the result file comes last."""
     folder = RunFolder.create(finished.config)
     tensors = {name: view.clone() for name, view in finished.layout.views(finished.weights).items()}
-    write_atomically(folder.weights_file, save(tensors))
+    write_atomically(folder.weights_file, seal_weights(save(tensors)))
     if not torch.equal(finished.weights, finished.live):
         live = {name: view.clone() for name, view in finished.layout.views(finished.live).items()}
-        write_atomically(folder.live_weights_file, save(live))
+        write_atomically(folder.live_weights_file, seal_weights(save(live)))
     extra = {
         "weights_sha256": weights_sha256(tensors),
         "num_parameters": finished.layout.num_parameters,

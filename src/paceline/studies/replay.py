@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from paceline.analysis.listing import weights_problem
 from paceline.assembly.preflight import require_device
 from paceline.config import is_script, is_simulated
 from paceline.data.datasets import load, locate_data
@@ -19,7 +20,8 @@ def replay(path: Path, console: Console, until: int | None = None, output: Path 
     recording = open_recording(path, until, output)
     for note in recording.notes():
         console.note(note)
-    return _replay_script(recording, console) if is_script(recording.config) else _replay_here(recording, console)
+    make = _replay_script if is_script(recording.config) else _replay_here
+    return {**make(recording, console), "damaged": weights_problem(recording.folder, recording.result or {})}
 
 
 def _replay_here(recording: Recording, console: Console) -> dict[str, Any]:
@@ -77,11 +79,14 @@ def describe(outcome: dict[str, Any]) -> list[str]:
         if outcome["stuck"] is not None:
             lines.append(f"the replay could not continue: {outcome['stuck']}")
     elif outcome["identical"]:
-        lines.append("identical to the run")
+        lines.append("identical to the run" + (", but not its files" if outcome.get("damaged") else ""))
     elif outcome["weights_file"] is not None:
         lines.append("every push up to that update equals the run's log")
     else:
         lines.append("the run has no result to compare; every push equals its log")
+    if outcome.get("damaged"):
+        again = f"'paceline replay {outcome['run']} --until {outcome['updates']}' writes the weights again"
+        lines.append(f"{outcome['damaged']}: {again}")
     return lines
 
 

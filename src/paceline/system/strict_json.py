@@ -1,12 +1,21 @@
-"""Write and read JSON as every parser does: there is no NaN and no infinity. Written ones become null."""
+"""Write JSON that every parser reads, and read JSON that a bad disk or a stranger may have changed."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from paceline.system.terminal import printable
+
 _ENCODER = json.JSONEncoder(allow_nan=False)  # `json.dumps` would build one for each call
+LARGEST, LARGEST_COUNT = sys.float_info.max, 1 << 53
+MAX_LETTERS = 10_000
+SEAL = "sha256_of_the_rest"
+_NUMBERS = {int, float}
+TypeCheck = Callable[[Any], bool]
 
 
 def to_json(value: Any, indent: int | None = None, compact: bool = False) -> str:
@@ -24,26 +33,128 @@ def to_json(value: Any, indent: int | None = None, compact: bool = False) -> str
         return encoder.encode(json.loads(json.dumps(value), parse_constant=lambda _: None))
 
 
-def parse_json(text: bytes | bytearray) -> Any:
-    """Parse strict JSON in UTF-8; raise ValueError for NaN, infinities, floats beyond 64 bits, and deep nesting.
+def from_json(text: str | bytes | bytearray) -> Any:
+    """Parse JSON; raise ValueError for all that is none, also for NaN, numbers beyond a float's range and deep nesting.
 
-    >>> parse_json(b'{"loss": 0.5}')
-    {'loss': 0.5}
-    >>> parse_json(b'{"loss": 1e400}')
+    >>> from_json('{"loss": [0.5, null]}')
+    {'loss': [0.5, None]}
+    >>> from_json("[1e999]")
     Traceback (most recent call last):
-    ValueError: 1e400 is not a finite number
+    ValueError: it holds the number inf
     """
     try:
-        return _DECODER.decode(text.decode())
+        value = json.loads(text if isinstance(text, str) else text.decode(), parse_constant=_refuse)
+        _require_sane(value)
     except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def _finite_float(word: str) -> float:
-    value = float(word)
-    if not math.isfinite(value):
-        raise ValueError(f"{word[:20]} is not a finite number")
+        raise ValueError("it is nested too deeply") from None
     return value
 
 
-_DECODER = json.JSONDecoder(parse_float=_finite_float, parse_constant=_finite_float)
+def _refuse(name: str) -> None:
+    raise ValueError(f"it holds the number {name}")
+
+
+def _require_sane(value: Any) -> None:
+    """Check every number; lists of numbers, the bulk of large rows, as a whole."""
+    if isinstance(value, dict):
+        for one in value.values():
+            _require_sane(one)
+    elif isinstance(value, list):
+        kinds = set(map(type, value))
+        if kinds and kinds <= _NUMBERS:
+            value = [min(value), max(value)]
+        for one in value if kinds != {str} else ():
+            _require_sane(one)
+    elif isinstance(value, int | float) and not -LARGEST <= value <= LARGEST:
+        _refuse(str(value) if isinstance(value, float) else "with hundreds of digits")
+
+
+def escape_texts(value: Any) -> Any:
+    """Return parsed JSON whose texts, and names of fields, have no characters that a terminal would obey."""
+    if isinstance(value, str):
+        return value if value.isprintable() else printable(value, MAX_LETTERS)
+    if isinstance(value, list):
+        return [escape_texts(one) for one in value]
+    if isinstance(value, dict):
+        return {escape_texts(name): escape_texts(one) for name, one in value.items()}
+    return value
+
+
+def seal(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the object with one more key, a SHA-256 of all others, for `unseal`."""
+    return {**value, SEAL: _digest(value)}
+
+
+def unseal(text: str | bytes) -> dict[str, Any]:
+    """Parse a JSON object and check its seal, if it has one; raise ValueError if it has changed since.
+
+    >>> unseal(to_json(seal({"updates": 7})))
+    {'updates': 7}
+    >>> unseal(to_json(seal({"updates": 7})).replace("7", "5"))
+    Traceback (most recent call last):
+    ValueError: its checksum is wrong
+    """
+    value = from_json(text)
+    if not isinstance(value, dict):
+        raise ValueError("it is not an object")
+    found = value.pop(SEAL, None)  # older versions wrote none
+    if found is not None and found != _digest(value):
+        raise ValueError("its checksum is wrong")
+    return value
+
+
+def _digest(value: dict[str, Any]) -> str:
+    return hashlib.sha256(to_json(value).encode()).hexdigest()
+
+
+def require_types(value: dict[str, Any], types: Mapping[str, TypeCheck]) -> None:
+    """Raise ValueError unless each key that is there and not null passes its check.
+
+    >>> require_types({"updates": 7, "loss": None, "other": "x"}, {"updates": is_count, "loss": is_number})
+    >>> require_types({"updates": "7"}, {"updates": is_count})
+    Traceback (most recent call last):
+    ValueError: 'updates' is of another type
+    """
+    for name, found in value.items():
+        if found is not None and name in types and not types[name](found):
+            raise ValueError(f"'{name}' is of another type")
+
+
+def is_number(value: Any) -> bool:
+    """Return whether the value is a number; true and false are none."""
+    return type(value) in (int, float)
+
+
+def is_count(value: Any) -> bool:
+    """Return whether the value is a whole number from 0 on, small enough for any format."""
+    return type(value) is int and 0 <= value < LARGEST_COUNT
+
+
+def is_text(value: Any) -> bool:
+    """Return whether the value is text."""
+    return isinstance(value, str)
+
+
+def are_numbers(value: Any) -> bool:
+    """Return whether the value is a list of numbers: as `list_of(is_number)`, but fast, for long lists."""
+    return isinstance(value, list) and set(map(type, value)) <= _NUMBERS
+
+
+def are_numbers_or_null(value: Any) -> bool:
+    """Return whether the value is a list of numbers and nulls."""
+    return isinstance(value, list) and set(map(type, value)) <= _NUMBERS | {type(None)}
+
+
+def optional(has_type: TypeCheck) -> TypeCheck:
+    """Return a check that null passes too."""
+    return lambda value: value is None or has_type(value)
+
+
+def list_of(has_type: TypeCheck) -> TypeCheck:
+    """Return a check for lists whose values all pass `has_type`."""
+    return lambda value: isinstance(value, list) and all(map(has_type, value))
+
+
+def dict_of(has_type: TypeCheck) -> TypeCheck:
+    """Return a check for objects whose values all pass `has_type`."""
+    return lambda value: isinstance(value, dict) and all(map(has_type, value.values()))

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from paceline.errors import UserError
 from paceline.interfaces import Layout
+from paceline.system.sealed_weights import check_weights, seal_weights
 from paceline.tasks.flat import FlatModule, mixture
 
 
@@ -56,9 +59,16 @@ class ScriptModel:
 def save_frozen(flat: FlatModule) -> bytes | None:
     """Return the tensors that pushes do not carry, as the bytes of a safetensors file; None if there are none."""
     frozen = flat.frozen()
-    return save({name: tensor.cpu().clone().contiguous() for name, tensor in frozen.items()}) if frozen else None
+    kept = {name: tensor.cpu().clone().contiguous() for name, tensor in frozen.items()}
+    return seal_weights(save(kept)) if kept else None
 
 
 def load_frozen(path: Path) -> dict[str, Tensor]:
-    """Load the tensors of `save_frozen`; return none if the file does not exist."""
-    return load_file(path) if path.is_file() else {}
+    """Load the tensors of `save_frozen`; return none if the file does not exist, refuse a damaged one."""
+    if not path.is_file():
+        return {}
+    try:
+        check_weights(path)
+        return load_file(path)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read ({error}): the run folder is damaged") from None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.analysis.listing import is_number
 from paceline.analysis.status import PARTS
+from paceline.system.strict_json import is_number
 
 AXES = ("now", "updates", "samples")
 METRIC_KINDS = ("progress", "evaluation", "result")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from paceline.errors import ProtocolError
-from paceline.system.strict_json import parse_json, to_json
+from paceline.system.strict_json import from_json, to_json
 from paceline.system.terminal import printable
 
 MAGIC = b"PACE"
@@ -119,7 +119,7 @@ def read_fields(nbytes: int) -> Reading[dict[str, Any]]:
     """Read the body of a frame as a JSON object. The size was checked with the header."""
     text = yield from read_bytes(nbytes)
     try:
-        fields = parse_json(text)
+        fields = from_json(text)
     except ValueError:
         fields = None
     if not isinstance(fields, dict):

@@ -28,7 +28,7 @@ from paceline.core.messages import (
 from paceline.errors import ProtocolError
 from paceline.system.memory import receive_fds
 from paceline.system.shared_segment import Segment, page_aligned
-from paceline.system.strict_json import parse_json, to_json
+from paceline.system.strict_json import from_json, to_json
 from paceline.transports import protocol
 from paceline.transports.protocol import Hello, Peer, ReportedFigures, ScriptTransport, Timing, unreadable
 
@@ -173,7 +173,7 @@ class SharedMemoryClient(ScriptTransport):
 def _fields_of(packet: bytes) -> dict[str, Any]:
     """The JSON object behind the first byte of a packet."""
     try:
-        fields = parse_json(packet[1:])
+        fields = from_json(packet[1:])
     except ValueError:
         fields = None
     if not isinstance(fields, dict):

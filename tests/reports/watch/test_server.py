@@ -16,6 +16,7 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.errors import UserError
+from paceline.reports.watch import connections
 from paceline.reports.watch import server as live
 from paceline.reports.watch import sources as watched
 from paceline.reports.watch.server import LiveServer, cookie_value, open_server
@@ -23,6 +24,7 @@ from paceline.reports.watch.sources import FolderSource, RunFollower
 from paceline.runs.folder import RunFolder
 from tests.support.made_up_runs import log_events, progress, result_of, whole_run
 from tests.support.prometheus_text import parse
+from tests.support.waiting import until
 
 PATIENCE = 30.0
 Answer = tuple[int, dict[str, str], str]
@@ -193,7 +195,7 @@ def test_metrics_and_what_is_not_there(tmp_path: Path) -> None:
 
 
 def test_so_many_browsers_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 2)
     with serving(whole_run(tmp_path)) as server:
         streams = [Stream(server, "/events") for _ in range(2)]
         with pytest.raises((http.client.RemoteDisconnected, ConnectionError)):
@@ -201,6 +203,70 @@ def test_so_many_browsers_and_no_more(tmp_path: Path, monkeypatch: pytest.Monkey
         for stream in streams:
             assert stream.next()
             stream.close()
+
+
+def is_closed(stranger: socket.socket) -> bool:
+    """Whether the other end has closed; else send one byte more."""
+    stranger.setblocking(False)
+    try:
+        stranger.send(b"x")
+        return stranger.recv(1 << 16) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def test_the_head_of_a_request_has_one_deadline_however_its_bytes_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    with serving(whole_run(tmp_path)) as server, socket.create_connection(("127.0.0.1", server.port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.0\r\nX: ")
+        until(lambda: is_closed(stranger), "the end of a connection that sends a byte now and then", 5.0)
+        assert ask(server, "/")[0] == 200
+
+
+def test_the_head_of_a_request_is_bounded(tmp_path: Path) -> None:
+    with serving(whole_run(tmp_path)) as server, socket.create_connection(("127.0.0.1", server.port)) as stranger:
+        with contextlib.suppress(OSError):
+            stranger.sendall(
+                b"GET / HTTP/1.0\r\nHost: localhost\r\n" + b"X: y\r\n" * 10 + b"Y: " + b"z" * 60_000 + b"\r\n\r\n"
+            )
+            assert not stranger.recv(100).startswith(b"HTTP/1.0 200")
+
+
+def test_idle_connections_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 2)
+    with serving(whole_run(tmp_path)) as server:
+        idle = [socket.create_connection(("127.0.0.1", server.port), PATIENCE) for _ in range(5)]
+        assert ask(server, "/")[0] == 200
+        assert idle[0].recv(1) == b"", "the oldest was closed"
+        for one in idle:
+            one.close()
+
+
+def test_every_address_has_its_share() -> None:
+    """One with many connections loses an idle one to a newcomer, never one of those that have few."""
+    ends = [socket.socketpair() for _ in range(8)]
+    ours = [end for end, _ in ends]
+    table = connections.ConnectionTable(most=5, most_per_address=4)
+    assert all(table.admit(end, "10.0.0.1") for end in ours[:4])
+    assert table.admit(ours[4], "10.0.0.2")
+    table.set_busy(ours[0])
+    assert table.admit(ours[5], "10.0.0.3"), "in place of the oldest idle one of 10.0.0.1"
+    assert [end.recv(1, socket.MSG_DONTWAIT) for end in ours[1:2]] == [b""]
+    for end in ours[2:6]:
+        table.set_busy(end)
+    assert table.admit(ours[6], "10.0.0.4"), "of the address with most, even if none is idle"
+    assert ours[0].recv(1, socket.MSG_DONTWAIT) == b""
+    table.set_busy(ours[6])
+    assert not table.admit(ours[7], "10.0.0.1"), "nobody has more than it would have"
+    table.release(ours[4])
+    assert table.admit(ours[7], "10.0.0.1")
+    for pair in ends:
+        for end in pair:
+            end.close()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 from paceline.analysis.status import RunSnapshot
 from paceline.errors import UserError
 from paceline.reports.watch import sources as watched
+from paceline.reports.watch.prometheus import exposition
 from paceline.reports.watch.sources import FOLDER_REMOVED, FolderSource, RunFollower
 from tests.support.made_up_runs import log_events, make_folder, progress, result_of, started, whole_run
 from tests.support.waiting import until
@@ -107,7 +108,10 @@ def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:
     whole_run(tmp_path, "bad").config_file.write_text("schema = [")
     source = FolderSource(tmp_path)
     assert {Path(run).name for run in source.poll()} == {"good", "bad"}
-    assert [Path(snapshot.status.run).name for snapshot in source.run_snapshots()] == ["good"]
+    found = {Path(status.run).name: status for status, _ in source.run_snapshots()}
+    assert {name: status.status for name, status in found.items()} == {"good": "finished", "bad": "damaged"}
+    assert "cannot be read as TOML" in str(found["bad"].reason)
+    assert 'status="damaged"} 1.0' in exposition(list(found.values()))
 
 
 @pytest.mark.parametrize("make", [False, True])

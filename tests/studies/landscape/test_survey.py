@@ -122,7 +122,7 @@ def poison(run: Path, names: list[str]) -> None:
     import hashlib
 
     index = run / "snapshots/index.json"
-    rows = json.loads(index.read_text())
+    rows = {"snapshots": json.loads(index.read_text())["snapshots"]}
     for row in rows["snapshots"]:
         path = run / f"snapshots/{row['version']:012d}.safetensors"
         if path.name in names:

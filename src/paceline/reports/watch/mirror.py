@@ -10,12 +10,16 @@ from pathlib import Path
 
 from paceline.errors import RunFailed
 from paceline.runs.folder import RunFolder, write_atomically
+from paceline.system.terminal import printable
 from paceline.transports.file_client import FileChunk, FileClient
 
 GROWING = ("arrivals.log", "events.jsonl")
 """Append-only files; events last, because a server that has ended waits until they were read."""
-MAX_NBYTES = 1 << 34  # of one file: a server that says more is not believed
+MAX_NBYTES = 1 << 30  # of one file: the log of 29 million pushes
+TAILS = 64  # of a status that is repeated: how often the events may grow by the length of its first look
 MAX_SECONDS = 60.0  # for the last part of a file, which has a mebibyte or less
+MAX_SIZE, MAX_AGE = 1 << 62, 1e10
+MAX_LETTERS = 500
 
 
 class Mirror:
@@ -30,7 +34,8 @@ class Mirror:
         self._connect, self._tail, self._growing = connect, tail, growing
         self.folder = RunFolder(path)
         self._observer = connect()
-        self.address, self.run = self._observer.address, self._observer.run
+        self.address, self.run = self._observer.address, printable(self._observer.run, MAX_LETTERS)
+        self._most = MAX_NBYTES if tail is None else TAILS * tail
         self._offsets: dict[str, int] = {}
         self._held = contextlib.ExitStack()
 
@@ -42,13 +47,14 @@ class Mirror:
             self._observer.close()
         try:
             self._observer = self._connect()
-            if self._observer.run != self.run:
-                raise ConnectionError(f"it now serves {self._observer.run}")
+            if (now := printable(self._observer.run, MAX_LETTERS)) != self.run:
+                raise ConnectionError(f"it now serves {now}")
             return self._sync()
         except Exception as error:
             self.close()
+            why = printable(str(error), MAX_LETTERS)
             raise RunFailed(
-                f"{self.address} no longer answers ({error}): {self.run} has ended there, or its server was killed; "
+                f"{self.address} no longer answers ({why}): {self.run} has ended there, or its server was killed; "
                 f"run 'paceline status {self.run}' on that machine"
             ) from None
 
@@ -82,25 +88,39 @@ class Mirror:
         """Append what a file has grown by; fetch a file that became shorter from its start."""
         path, begun = self.folder.path / name, self._offsets.get(name)
         offset = begun if begun is not None else -self._tail if self._tail is not None else 0
-        piece, deadline = self._observer.read(name, offset), time.monotonic() + MAX_SECONDS
+        piece, deadline = self._read(name, offset), time.monotonic() + MAX_SECONDS
         if piece is not None and begun is not None and piece.size < begun:
             path.unlink(missing_ok=True)
-            piece = self._observer.read(name)
+            piece = self._read(name, 0)
         if piece is None:
             return False
-        end = piece.size  # what is appended meanwhile comes with the next call
-        if end - piece.offset > (MAX_NBYTES if self._tail is None or begun is not None else self._tail):
-            raise ConnectionError(f"it says that {name} has {end:,} bytes")
+        until = piece.size  # what is appended meanwhile comes with the next refresh
+        if until - piece.offset > self._most:
+            raise ConnectionError(f"it says that {name} has {until:,} bytes: look at it there")
         with path.open("ab") as file:
             while piece is not None:
+                if file.tell() + len(piece.data) > self._most:
+                    raise RunFailed(f"{self.address} sends more than {self._most:,} bytes of {name}: look at it there")
                 file.write(piece.data)
                 self._offsets[name], age = piece.offset + len(piece.data), piece.age
-                grows = piece.data and self._offsets[name] < end
+                grows = piece.data and self._offsets[name] < until
                 if grows and self._tail is not None and time.monotonic() > deadline:
                     raise ConnectionError(f"it takes more than {MAX_SECONDS:g} s to send {name}")
-                piece = self._observer.read(name, self._offsets[name]) if grows else None
+                piece = self._read(name, self._offsets[name]) if grows else None
         os.utime(path, 2 * (time.time() - age,))
         return self._offsets[name] != begun
+
+    def _read(self, name: str, offset: int) -> FileChunk | None:
+        """Read a piece of a file; raise ConnectionError for one that is not what was asked for."""
+        piece = self._observer.read(name, offset)
+        if piece is None:
+            return None
+        begin = offset if offset >= 0 else max(0, piece.size + offset)
+        is_shorter = piece.size < begin  # the file was cut off since
+        is_sane = 0 <= piece.size < MAX_SIZE and 0.0 <= piece.age < MAX_AGE
+        if not is_sane or not (piece.offset == begin or is_shorter):
+            raise ConnectionError(f"a part of {name} that was not asked for")
+        return piece
 
     def close(self) -> None:
         """Disconnect and unlock; the copy stays."""

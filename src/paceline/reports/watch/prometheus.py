@@ -12,7 +12,7 @@ from paceline.analysis.stragglers import stragglers
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_WORKERS = 64  # largest run with samples per worker; a larger one has only counts and stragglers
-STATES = (*UNDER_WAY, *ENDED, "killed", "unreachable")
+STATES = (*UNDER_WAY, *ENDED, "killed", "unreachable", "damaged")
 
 FIGURES = (
     ("progress_ratio", "gauge", "Share of the budget spent.", "fraction"),

@@ -6,11 +6,11 @@ import contextlib
 import errno
 import hmac
 import http.cookies
+import io
 import ipaddress
 import json
 import socket
 import sys
-import threading
 import time
 import traceback
 import urllib.parse
@@ -20,6 +20,8 @@ from typing import Any
 
 from paceline.errors import UserError
 from paceline.reports.html import LiveFeed, render
+from paceline.reports.watch import connections
+from paceline.reports.watch.connections import MAX_HEAD_NBYTES, ConnectionTable, HeadReader
 from paceline.reports.watch.prometheus import CONTENT_TYPE, exposition
 from paceline.reports.watch.sources import RunFollower
 
@@ -28,7 +30,6 @@ PORTS_TRIED = 100
 KEEP_ALIVE_SECONDS = 10.0
 RETRY_MILLISECONDS = 1000
 STALLED_SECONDS = 10.0  # A browser that reads nothing for this long is disconnected; it reconnects by itself
-MAX_CONNECTIONS = 100
 WRONG_TOKEN_SECONDS = 0.5  # delay of the answer to a wrong token
 HEADERS = {
     "Cache-Control": "no-store",
@@ -49,7 +50,7 @@ class LiveServer(ThreadingHTTPServer):
     def __init__(self, follower: RunFollower, host: str, port: int, token: str | None = None) -> None:
         self.follower, self.token = follower, token
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self.connections = ConnectionTable()
         super().__init__((host, port), _Handler)
         self.port: int = self.server_address[1]
 
@@ -72,7 +73,7 @@ class LiveServer(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._slots.acquire(blocking=False):
+        if self.connections.admit(request, str(client_address[0])):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -81,7 +82,7 @@ class LiveServer(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._slots.release()
+            self.connections.release(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore a closed connection; print other errors without the request, which may hold the token."""
@@ -93,13 +94,18 @@ class _Handler(BaseHTTPRequestHandler):
     """Answers one request per connection."""
 
     server: LiveServer
-    timeout = STALLED_SECONDS
     server_version, sys_version = "paceline", ""
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(HeadReader(self.connection, connections.HEAD_SECONDS, MAX_HEAD_NBYTES))
 
     def log_message(self, *arguments: Any) -> None:
         """Log nothing: a URL may hold the token."""
 
     def do_GET(self) -> None:
+        self.server.connections.set_busy(self.connection)
+        self.connection.settimeout(STALLED_SECONDS)
         path, _, rest = self.path.partition("?")
         query = urllib.parse.parse_qs(rest)
         if not self._is_allowed(path, query):

@@ -26,6 +26,7 @@ TARGET_CPU_SHARE, MAX_CPU_SHARE = 0.005, 0.05
 SCAN_SECONDS = 10.0
 """Interval of searches for new runs while the folder's date is unchanged; after a change, every poll."""
 SETTLING_SECONDS = 3.0
+REWRITING_SECONDS = 0.05  # a run that starts rewrites its settings: look again after this long
 IDLE_SECONDS = 2.0  # interval of polls of a run that has ended: it may be resumed
 MAX_RUNS = 30  # runs of a folder that are followed, the newest
 RETRY_SECONDS = 3.0  # interval of attempts to reach a server that no longer answers
@@ -102,11 +103,7 @@ class FolderSource:
         return {**changed, **{str(path): None for path in left}}
 
     def run_snapshots(self) -> list[RunSnapshot]:
-        found = []
-        for path in self._find():
-            with contextlib.suppress(UserError, OSError):  # damaged, or removed since
-                found.append(read_run_snapshot(path))
-        return found
+        return [snapshot for path in self._find() if (snapshot := _snapshot(path)) is not None]
 
     def _find(self) -> list[Path]:
         return [self._path] if self.one else newest_folders(self._path)[:MAX_RUNS]
@@ -133,6 +130,21 @@ class FolderSource:
         for path in left:
             del self._followed[path]
         return left
+
+
+def _snapshot(path: Path) -> RunSnapshot | None:
+    """Return a run's status, `damaged` if its files cannot be read; None if it was removed."""
+    try:
+        return read_run_snapshot(path)
+    except (UserError, OSError):
+        if not (path / "config.toml").exists():
+            return None
+    time.sleep(REWRITING_SECONDS)
+    try:
+        return read_run_snapshot(path)
+    except (UserError, OSError) as error:
+        status = RunStatus(str(path), "unknown", "unknown", 1, "damaged", str(error))
+        return RunSnapshot(status, []) if (path / "config.toml").exists() else None
 
 
 def _no_run(path: Path) -> str:

@@ -12,8 +12,9 @@ from paceline.analysis.scored_weights import SHORT
 from paceline.analysis.statistics import FAILED
 from paceline.analysis.status import UNDER_WAY, RunSnapshot, RunStatus
 from paceline.reports.sentences import event_sentence
-from paceline.reports.status_table import MAX_WORKERS, format_run, format_workers, seconds_text
+from paceline.reports.status_table import MAX_LETTERS, MAX_WORKERS, format_run, format_workers, seconds_text
 from paceline.reports.watch.sources import RunSource, pause_after
+from paceline.system.terminal import printable
 
 PLAIN_SECONDS = 10.0
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -157,13 +158,13 @@ def other_runs(run_snapshots: Sequence[RunSnapshot], shown: RunSnapshot, width: 
             accuracy = status.test_accuracy if status.test_accuracy is not None else status.validation_accuracy
             scored = f"  {accuracy:.1f} % {SHORT[status.weights]}" if accuracy is not None else ""
             text = f"{share}  {status.status:<10} {status.run}{scored}"
-            lines.append(StyledLine(_shorten(text, width), COLORS.get(status.status, "")))
+            lines.append(StyledLine(_shorten(printable(text, MAX_LETTERS), width), COLORS.get(status.status, "")))
     return lines
 
 
 def plain_line(status: RunStatus, history: RunHistory) -> str:
     """Return one line for a log file."""
-    parts = [f"{status.run}: {status.status}"]
+    parts = [f"{status.run}: {status.status}" + (f" ({status.reason})" if status.reason else "")]
     if status.fraction is not None:
         parts.append(f"{100 * status.fraction:.0f} %")
     if status.updates:
@@ -172,7 +173,7 @@ def plain_line(status: RunStatus, history: RunHistory) -> str:
         parts.append(f"loss {history.losses[-1]:.4f}")
     if status.rate:
         parts.append(f"{status.rate:,.0f} samples/s")
-    return ", ".join(parts)
+    return printable(", ".join([*parts, *status.damaged]), MAX_LETTERS)
 
 
 def watch_in_terminal(source: RunSource, stream: TextIO) -> None:
@@ -228,7 +229,7 @@ def _print_lines(source: RunSource, stream: TextIO) -> None:
             history = histories.setdefault(status.run, RunHistory())
             history.add(events)
             for text in history.new_sentences(events):
-                print(f"{status.run}: {text}", file=stream)
+                print(printable(f"{status.run}: {text}", MAX_LETTERS), file=stream)
             now, ended = time.monotonic(), status.status not in UNDER_WAY
             if over or now >= due.get(status.run, 0.0):
                 due[status.run] = float("inf") if ended else now + PLAIN_SECONDS

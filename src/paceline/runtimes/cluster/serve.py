@@ -21,7 +21,7 @@ from paceline.runtimes.sharded.spans import require_cuttable
 from paceline.settings.resolve import check_names, refuse_simulated, resolve
 from paceline.settings.strategies import Feature, require_feature
 from paceline.system.signals import stop_signals
-from paceline.system.strict_json import to_json
+from paceline.system.strict_json import seal, to_json
 from paceline.transports.auth import ConnectOptions, tls_of, token_of
 from paceline.transports.connection import ANYWHERE, is_loopback, parse_address
 from paceline.transports.handshake import TlsExpected
@@ -150,7 +150,7 @@ def _serve(order: _ServeOrder) -> dict[str, Any]:
                 console.note(warning)
         service = shards.service(host, peers, line, console, options.wait)
         known = {"address": listener.address, "pid": os.getpid(), "by_hand": tell is None, **own.kept, **shards.known}
-        write_atomically(folder.server_file, to_json(known).encode())
+        write_atomically(folder.server_file, to_json(seal(known)).encode())
         host_name, port = parse_address(listener.address)
         how = f": workers connect to port {port} of this machine" if host_name in ANYWHERE else ""
         if tell is None and is_loopback(host_name):

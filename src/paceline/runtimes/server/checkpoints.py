@@ -78,7 +78,7 @@ class Checkpoints:
 
     def upkeep(self) -> dict[str, Any]:
         """The pauses for checkpoints and the number of resumes, over all incarnations of the server."""
-        rows = list(read_events(self._folder.events_file)) if not self._virtual else []
+        rows = read_events(self._folder.events_file) if not self._virtual else []
         pauses = [row["pause_seconds"] for row in rows if row["kind"] == "checkpoint" and "pause_seconds" in row]
         total = {"count": len(pauses), "max": max(pauses, default=0.0), "total": round(sum(pauses), 6)}
         return {"checkpoint_pause_seconds": total, "resumes": sum(row["kind"] == "recovered" for row in rows)}

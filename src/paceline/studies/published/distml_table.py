@@ -57,7 +57,7 @@ def _values(one: RowResult[DistmlRow], alone: float | None) -> dict[str, Any]:
 
 def _events(one: RowResult[DistmlRow]) -> list[dict[str, Any]]:
     assert one.folder is not None
-    return list(read_events(RunFolder(one.folder).events_file))
+    return read_events(RunFolder(one.folder).events_file)
 
 
 def markdown(results: Rows) -> str:
