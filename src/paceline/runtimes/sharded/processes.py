@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.system.environment import package_version
+from paceline.system.process import helper_command, helper_environment
 from paceline.transports.auth import TOKEN_VARIABLE
 from paceline.transports.connection import format_address, is_loopback, parse_address
 from paceline.transports.tls import Tls, make_certificate, server_tls
@@ -90,8 +90,8 @@ class ShardProcesses:
         if self._tls is not None and self._tls.fingerprint is not None:
             words += ["--fingerprint", self._tls.fingerprint]
         return subprocess.Popen(
-            [sys.executable, "-m", "paceline", "shard", *words],
-            env={**os.environ, **({TOKEN_VARIABLE: self._token.decode()} if self._token else {})},
+            helper_command("paceline", "shard", *words),
+            env={**helper_environment(), **({TOKEN_VARIABLE: self._token.decode()} if self._token else {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             process_group=0,  # Ctrl-C reaches the first server alone, which ends the others
