@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from paceline.cli.main import VERBS, main
 from paceline.reports import console as console_module
 from paceline.reports.console import Console
-from paceline.system.terminal import can_redraw, fold_for, fold_help, terminal_width
+from paceline.system.terminal import can_redraw, fold_for, fold_help, printable, terminal_width
 
 TABLES = [["reproduce", "distml"], ["reproduce", "mxnet"]]
 ALL_HELP = [[], *([verb] for verb in VERBS), *TABLES]
@@ -172,3 +172,20 @@ def test_a_run_on_a_terminal_of_forty_columns(tmp_path: Path) -> None:
     wide = [line for line in re.split(r"[\r\n]+", shown) if len(line) > 40 and str(tmp_path) not in line]
     assert not wide and "status: finished" in shown
     assert written.count("\x1b[?25l") == written.count("\x1b[?25h")
+
+
+@given(st.text(max_size=80), st.integers(2, 60))
+def test_a_peer_chooses_what_is_said_never_what_the_terminal_does(text: str, limit: int) -> None:
+    shown = printable(text, limit)
+    assert shown.isprintable() and len(shown) <= limit
+    assert shown == text or not text.isprintable() or len(text) > limit
+    assert printable(shown, limit) == shown
+    shown.encode()
+
+
+@pytest.mark.parametrize(
+    "evil", ["\x1b[2J", "\r", "\n", "\x07", "\x9b31m", "\u202e", "\u2066", "\u2028", "\ud800", "\x00", "\x7f"]
+)
+def test_characters_that_a_terminal_obeys_are_escaped(evil: str) -> None:
+    assert evil[0] not in printable(f"worker {evil} joined")
+    assert printable(f"worker {evil} joined").startswith("worker \\")

@@ -1,4 +1,4 @@
-"""Fit text to the width of the terminal, and detect whether it can redraw."""
+"""Fit text to the width of the terminal, escape what a terminal would obey, and detect whether it can redraw."""
 
 from __future__ import annotations
 
@@ -27,6 +27,25 @@ def terminal_width(stream: TextIO | None = None) -> int:
 def table_width() -> int:
     """Return the width for a table on standard output; unlimited if the output is not a terminal."""
     return terminal_width() if sys.stdout.isatty() or os.environ.get("COLUMNS") else UNLIMITED_WIDTH
+
+
+def printable(text: str, limit: int = 200) -> str:
+    r"""Escape what a terminal would obey or not show, such as control and bidi characters; cut long text.
+
+    For all text that a peer or a file chose. Backslashes stay, so that an ordinary text is unchanged.
+
+    >>> printable("red \x1b[31m\n\u202etxt.exe")
+    'red \\x1b[31m\\x0a\\u202etxt.exe'
+    >>> printable("a" * 30, limit=10)
+    'aaaaaaaaa…'
+    """
+    shown = "".join(one if one.isprintable() else _escaped(one) for one in text[: limit + 1])
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def can_redraw(stream: TextIO) -> bool:
