@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paceline.config import SCHEMA, RunConfig, from_dict, is_simulated, read_toml, to_dict, to_toml
+from paceline.config import SCHEMA, RunConfig, from_dict, is_script, is_simulated, read_toml, to_dict, to_toml
 from paceline.errors import RunFailed, UserError
 from paceline.system.strict_json import to_json
+from paceline.system.terminal import printable
+from paceline.system.user_key import is_signed, key_file, sign
 
 LOCK_RETRY_SECONDS = 0.05
 ALL_GONE = "all workers are gone"
@@ -45,6 +47,7 @@ class RunFolder:
         self.requests = path / "requests"
         self.server_file = path / "server.json"
         self.token_file = path / "token"
+        self.owner_file = path / "owner"
 
     @property
     def has_log(self) -> bool:
@@ -60,6 +63,7 @@ class RunFolder:
             write_atomically(folder.config_file, _config_text(config, _heading()))
             if config.faults is not None:
                 shutil.copyfile(config.faults, folder.faults_file)
+            folder.sign()
         except FileExistsError:
             hint = f"choose another --name, remove it, or 'paceline resume {folder.path}'"
             raise UserError(f"{folder.path} exists already: {hint}") from None
@@ -121,6 +125,54 @@ class RunFolder:
             file.write(_config_text(config, heading))
             file.truncate()
 
+    def sign(self) -> None:
+        """Mark the folder as this user's, if it names code to import; a user without a key needs --trust later."""
+        config = self.config()
+        if self._named_code(config):
+            with contextlib.suppress(OSError, RuntimeError):
+                signature = sign(self._signed(config))
+                write_atomically(self.owner_file, f"{signature}\n".encode())
+
+    def require_trust(self, trackers: bool) -> None:
+        """Refuse a folder of somebody else that names code to import: a task, a script or (if asked) `trackers`."""
+        config = self.config()
+        code = self._named_code(config, trackers)
+        if not code:
+            return
+        try:
+            signature = self.owner_file.read_text(errors="replace").strip() if self.owner_file.exists() else ""
+            if is_signed(self._signed(config), signature):
+                return
+            found = f"was not signed with your key {key_file()}"
+        except FileNotFoundError:
+            found = f"is not signed by you, who have no key {key_file()}"
+        except (OSError, RuntimeError) as error:
+            found = f"cannot be compared with your key ({getattr(error, 'strerror', None) or error})"
+        what = printable(" and ".join(code), 400)
+        raise UserError(f"{self.path} {found}, and would {what}: add --trust if you trust this code")
+
+    def _named_code(self, config: RunConfig, trackers: bool = True) -> list[str]:
+        """Return what going on with the run would import or execute, one phrase each."""
+        found = []
+        if is_script(config):
+            found.append(f"run the script that {self.script_file.name} names{self._script_words()}")
+        elif config.task is not None:
+            found.append(_import_phrase("task", config.task))
+        names = [name for name in config.track or [] if trackers and ":" in name]
+        return found + [_import_phrase("tracker", name) for name in names]
+
+    def _script_words(self) -> str:
+        try:
+            fields = json.loads(self.script_file.read_text())
+            return f", {Path(str(fields['cwd']), str(fields['command'][0]))}"
+        except (OSError, ValueError, LookupError, TypeError):
+            return ""
+
+    def _signed(self, config: RunConfig) -> bytes:
+        """Return what a signature covers: all that decides which code is imported."""
+        script = self.script_file.read_bytes() if self.script_file.exists() else b""
+        return to_json(["run folder", config.task, config.track, script.hex()]).encode()
+
     def origin(self) -> dict[str, str]:
         """Return when (`made`) and by which `command` the run was created, from the comments in its config."""
         found = {}
@@ -155,11 +207,18 @@ class RunFolder:
     def discard_unstarted(self) -> None:
         """Remove the folder if nothing has happened in it yet."""
         if not self.events_file.exists() and not self.arrivals_file.exists():
-            for path in (self.config_file, self.script_file, self.frozen_file, self.faults_file):
+            for path in (self.config_file, self.script_file, self.frozen_file, self.faults_file, self.owner_file):
                 path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # keep a folder that holds other files
                 self.path.rmdir()
                 self.path.parent.rmdir()
+
+
+def _import_phrase(kind: str, text: str) -> str:
+    where, _, name = text.rpartition(":")
+    return (
+        f"import {kind} '{name}' from {where if where.endswith('.py') else f'module {where}, perhaps of {Path.cwd()}'}"
+    )
 
 
 def _config_text(config: RunConfig, heading: str) -> bytes:

@@ -103,6 +103,7 @@ class ScriptCall:
     def save(self, folder: RunFolder) -> None:
         """Store the call in the run folder."""
         write_atomically(folder.script_file, (to_json(asdict(self), indent=2) + "\n").encode())
+        folder.sign()
 
     @staticmethod
     def load(folder: RunFolder) -> ScriptCall:
