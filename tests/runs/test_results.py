@@ -181,7 +181,7 @@ def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
 
 def test_an_unstarted_folder_is_discarded_and_a_started_one_is_kept(tmp_path: Path) -> None:
     folder = RunFolder.create(small_config(tmp_path, workers=2))
-    folder.events_file.write_text("")
+    folder.events_file.write_text('{"kind": "run_started"}\n')
     folder.discard_unstarted()
     assert folder.config_file.exists()
     folder.events_file.unlink()

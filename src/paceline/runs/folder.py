@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -13,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from paceline.config import SCHEMA, RunConfig, from_dict, is_script, is_simulated, read_toml, to_dict, to_toml
 from paceline.errors import RunFailed, UserError
@@ -22,9 +23,14 @@ from paceline.system.terminal import printable
 from paceline.system.user_key import is_signed, key_file, sign
 
 LOCK_RETRY_SECONDS = 0.05
+CHECKPOINT_DIGITS = 12  # of a version, in the name of a checkpoint
 ALL_GONE = "all workers are gone"
 NOT_COME = "not all workers came in time"
 TIME_IS_UP = "time is up"  # reasons for an early end, as the result states them
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+_DISK_ERRORS = (*_NO_ROOM, errno.EROFS, errno.EIO)
+_MAX_HEADER_NBYTES = 64  # of a log without a record
 
 
 class RunFolder:
@@ -60,17 +66,21 @@ class RunFolder:
         folder = RunFolder(Path(config.runs) / (config.name or free_name(config)))
         try:
             folder.path.mkdir(parents=True)
-            write_atomically(folder.config_file, _config_text(config, _heading()))
-            if config.faults is not None:
-                shutil.copyfile(config.faults, folder.faults_file)
-            folder.sign()
         except FileExistsError:
             hint = f"choose another --name, remove it, or 'paceline resume {folder.path}'"
             raise UserError(f"{folder.path} exists already: {hint}") from None
         except OSError as error:
-            raise UserError(f"run folder {folder.path} cannot be written: {error.strerror}; try --runs DIR") from None
-        except KeyboardInterrupt:
+            raise _not_created(folder.path, error) from None
+        try:
+            write_atomically(folder.config_file, _config_text(config, _heading()))
+            sync_folder(folder.path.parent)
+            if config.faults is not None:
+                shutil.copyfile(config.faults, folder.faults_file)
+            folder.sign()
+        except (OSError, KeyboardInterrupt) as error:
             folder.discard_unstarted()
+            if isinstance(error, OSError):
+                raise _not_created(folder.path, error) from None
             raise
         return folder
 
@@ -86,18 +96,43 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder, so that no other command trains into it."""
-        with self.config_file.open("rb") as lock:
+        """Lock the folder, so that no other command trains into it; a full disk then ends in one line."""
+        with _opened(self.path) as lock:
             if not _try_lock(lock, fcntl.LOCK_EX):
                 time.sleep(LOCK_RETRY_SECONDS)  # another process may hold it briefly in is_locked
                 if not _try_lock(lock, fcntl.LOCK_EX):
                     raise UserError(f"{self.path} is still being trained by another command: stop that one first")
-            yield
+            with self.naming_disk_errors():
+                yield
 
     def is_locked(self) -> bool:
         """Return whether a command is training into this folder now."""
-        with self.config_file.open("rb") as lock:
+        with _opened(self.path) as lock:
             return not _try_lock(lock, fcntl.LOCK_SH)
+
+    @contextlib.contextmanager
+    def naming_disk_errors(self) -> Iterator[None]:
+        """Raise the error of a full or read-only disk as one line that names this folder and the way on."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _DISK_ERRORS:
+                raise
+            raise self.disk_error(error) from None
+
+    def disk_error(self, error: OSError, update: int | None = None) -> UserError:
+        """Return the one line for a disk that is full, read-only or broken; the run had reached `update`."""
+        what, remedy = f"writing failed ({error.strerror or error})", "check the disk"
+        if error.errno in _NO_ROOM:
+            what, remedy = "no space is left", "make room"
+        elif error.errno in _NOT_WRITABLE:
+            remedy = "make it writable"
+        where = f"{self.path} at update {update}" if update is not None else str(self.path)
+        way_on = "start it again"
+        with contextlib.suppress(OSError, UserError):
+            if not self._is_unstarted():
+                way_on = self.resume_hint(self.config())
+        return UserError(f"{what} in {where}: {remedy}, then {way_on}")
 
     def resume_hint(self, config: RunConfig) -> str:
         """Return how to continue after an early end."""
@@ -119,11 +154,9 @@ class RunFolder:
         return from_dict({**to_dict(RunConfig()), **read_toml(self.config_file)})
 
     def update_config(self, config: RunConfig) -> None:
-        """Overwrite the config with values learned at the start; in place, because the file is also the lock."""
+        """Replace the config by one with values learned at the start."""
         heading = "".join(f"# {name} = {to_json(text)}\n" for name, text in self.origin().items())
-        with self.config_file.open("r+b") as file:
-            file.write(_config_text(config, heading))
-            file.truncate()
+        write_atomically(self.config_file, _config_text(config, heading))
 
     def sign(self) -> None:
         """Mark the folder as this user's, if it names code to import; a user without a key needs --trust later."""
@@ -206,12 +239,27 @@ class RunFolder:
 
     def discard_unstarted(self) -> None:
         """Remove the folder if nothing has happened in it yet."""
-        if not self.events_file.exists() and not self.arrivals_file.exists():
-            for path in (self.config_file, self.script_file, self.frozen_file, self.faults_file, self.owner_file):
-                path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # keep a folder that holds other files
+        if self._is_unstarted():
+            made = (self.config_file, self.script_file, self.frozen_file, self.faults_file, self.owner_file)
+            with contextlib.suppress(OSError):  # keep a folder that holds other files or cannot be changed
+                for path in (*made, self.events_file, self.arrivals_file):
+                    path.unlink(missing_ok=True)
                 self.path.rmdir()
                 self.path.parent.rmdir()
+
+    def _is_unstarted(self) -> bool:
+        """Whether no event and no input was written yet: the first event follows the header of the log."""
+        return not _nbytes(self.events_file) and _nbytes(self.arrivals_file) <= _MAX_HEADER_NBYTES
+
+    def sweep(self) -> None:
+        """Remove unfinished files and checkpoints that a killed process left; call it with the folder locked."""
+        for place in (self.path, self.checkpoints, self.snapshots):
+            for path in place.glob(".*.tmp"):
+                pid = path.name.split(".")[-2]
+                if pid.isdecimal() and len(pid) < CHECKPOINT_DIGITS and Path("/proc", pid).exists():
+                    continue  # being written, by a command that needs no lock
+                with contextlib.suppress(OSError):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _import_phrase(kind: str, text: str) -> str:
@@ -219,6 +267,24 @@ def _import_phrase(kind: str, text: str) -> str:
     return (
         f"import {kind} '{name}' from {where if where.endswith('.py') else f'module {where}, perhaps of {Path.cwd()}'}"
     )
+
+
+def _not_created(path: Path, error: OSError) -> UserError:
+    return UserError(f"run folder {path} cannot be written: {error.strerror}; try --runs DIR")
+
+
+def _nbytes(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """Open a folder, as for a lock or a sync of its entries."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _config_text(config: RunConfig, heading: str) -> bytes:
@@ -234,8 +300,8 @@ def _heading() -> str:
     return f"# made = {to_json(made)}\n# command = {to_json(command)}\n"
 
 
-def _try_lock(lock: BinaryIO, how: int) -> bool:
-    """Take a lock, held until the file is closed; return False if another process holds it."""
+def _try_lock(lock: int, how: int) -> bool:
+    """Take a lock, held until the descriptor is closed; return False if another process holds it."""
     try:
         fcntl.flock(lock, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -256,7 +322,7 @@ def free_name(config: RunConfig) -> str:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write to a temporary file, sync and rename, so that readers see the old file or the new one."""
+    """Write to a temporary file, sync and rename, so that readers and a crash find the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -265,8 +331,20 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:  # a signal too
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Sync a folder, so that files created, renamed or removed in it stay so after a power failure."""
+    with _opened(path) as descriptor:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # some network file systems cannot
+                raise
 
 
 @contextlib.contextmanager

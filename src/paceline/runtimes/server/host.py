@@ -6,7 +6,6 @@ memory and the reply is sent.
 
 from __future__ import annotations
 
-import errno
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -190,10 +189,7 @@ class Host:
                     self._snapshots.take_final(self.server)
 
     def _disk_error(self, error: OSError) -> UserError:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "no space is left" if is_full else f"writing failed ({error.strerror})"
-        way_on = self.folder.resume_hint(self.config)
-        return UserError(f"{what} in {self.folder.path} at update {self.server.version}: make room, then {way_on}")
+        return self.folder.disk_error(error, self.server.version)
 
     @property
     def lost(self) -> list[int]:
