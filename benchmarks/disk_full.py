@@ -33,7 +33,7 @@ SETTINGS = (
     *("--epochs", "0.5", "--seed", "3", "--durable", "--checkpoint-every", "0.3", "--snapshots", "8"),
     *("--eval-every", "0.1", "--name", "it"),
 )
-REMEDIES = ("make room", "make it writable", "try --runs DIR", "check the disk", "give another -o")
+REMEDIES = ("make room", "make it writable", "try --runs DIR", "check the disk", "give another ")
 GOES_ON, REFUSED, ENDS = "goes on", "refused", "ends"
 CODES = {GOES_ON: 0, REFUSED: 2, ENDS: 2}
 SECONDS = 120.0
@@ -73,6 +73,13 @@ PHASES = (
     Phase("log of a resumed run", "arrivals.log", ENDS, resumed=True),
     Phase("event of a resumed run", "events.jsonl", ENDS, resumed=True),
 )
+OUTPUTS = (
+    (("report", "runs/it", "-o", "page.html"), "page.html"),
+    (("trace", "runs/it"), "trace.json"),
+    (("replay", "runs/it", "--until", "9", "--output", "some.safetensors"), "some.safetensors"),
+    (("landscape", "runs/it", "--grid", "3", "--samples", "20", "-o", "drawn"), "drawn"),
+)
+"""Verbs that write a file about a run, and that file."""
 SERVED_PHASES = (Phase("server.json", "server.json", ENDS), *PHASES)
 
 
@@ -88,12 +95,14 @@ class Ended:
         """What it said at its end: lines of its own error message."""
         return [line for line in self.text.splitlines() if line.startswith("paceline: ")]
 
-    def fault(self, code: int) -> str | None:
+    def fault(self, code: int, outcome: str = "") -> str | None:
         """What is wrong about it, if anything."""
         if "Traceback" in self.text:
             return "a traceback: " + self.text.strip().splitlines()[-1]
         if self.code != code:
             return f"exit code {self.code}, not {code}: {' '.join(self.text.split())[-300:]}"
+        if outcome == GOES_ON and "could not be written in runs/it" not in self.text:
+            return "no line about what could not be written"
         if code and (len(self.lines) != 1 or not any(remedy in self.lines[0] for remedy in REMEDIES)):
             return f"not one line with a remedy: {self.lines}"
         return None
@@ -137,9 +146,8 @@ class Cluster:
         with socket_port() as port:
             pass
         address = f"127.0.0.1:{port}"
-        worker = self._start(
-            ["worker", "--connect", address, "--overlap", "1", "--threads", "1", "--patience", "8"], {}
-        )
+        flags = ["--overlap", "1", "--threads", "1", "--patience", "8"]
+        worker = self._start(["worker", "--connect", address, *flags], {})
         try:
             ended = self.command("server", "--listen", address, *words, environment=environment)
             try:
@@ -198,9 +206,24 @@ def faulty(phase: Phase, name: str, library: Path, served: bool) -> str:
             ended = cluster.resume(environment)
         else:
             ended = cluster.train(environment)
-        wrong = ended.fault(CODES[phase.outcome]) or cluster.repaired()
+        wrong = ended.fault(CODES[phase.outcome], phase.outcome) or cluster.repaired()
         said = ended.lines[0].removeprefix("paceline: ") if ended.lines else "goes on, with a note"
         return f"WRONG: {wrong}" if wrong is not None else f"good: {said}"
+
+
+def outputs(library: Path, names: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Write files about a finished run to a disk that is full; yields rows."""
+    with tempfile.TemporaryDirectory(prefix="disk-full-") as folder:
+        cluster = Cluster(Path(folder), served=False)
+        if (wrong := cluster.train({}).fault(0)) is not None:
+            yield "outputs", "none", f"WRONG: {wrong}"
+            return
+        for words, path in OUTPUTS:
+            for name in names:
+                environment = Phase("", path, REFUSED).environment(library, getattr(errno, name))
+                ended = cluster.command(*words, environment=environment)
+                wrong = ended.fault(2)
+                yield words[0], name, f"WRONG: {wrong}" if wrong is not None else f"good: {ended.lines[0][10:]}"
 
 
 def mounted(kilobytes: int) -> str:
@@ -244,6 +267,9 @@ def main() -> int:
             for phase in SERVED_PHASES if parsed.served else PHASES:
                 for name in parsed.errors.split(",") if parsed.only in phase.name else ():
                     tell(phase.name, name, faulty(phase, name, library, parsed.served))
+            if not parsed.served and parsed.only in "outputs":
+                for row in outputs(library, parsed.errors.split(",")):
+                    tell(*row)
     bad = sum(not verdict.startswith("good") for verdict in verdicts)
     print(f"{len(verdicts) - bad} of {len(verdicts)} good")
     return 1 if bad else 0

@@ -182,9 +182,14 @@ def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
 def test_an_unstarted_folder_is_discarded_and_a_started_one_is_kept(tmp_path: Path) -> None:
     folder = RunFolder.create(small_config(tmp_path, workers=2))
     folder.events_file.write_text('{"kind": "run_started"}\n')
+    folder.arrivals_file.write_bytes(bytes(100))
     folder.discard_unstarted()
     assert folder.config_file.exists()
-    folder.events_file.unlink()
+    folder.arrivals_file.write_bytes(bytes(30))
+    (folder.path / "notes of a user").touch()
+    folder.discard_unstarted()
+    assert folder.config_file.exists()
+    (folder.path / "notes of a user").unlink()
     folder.discard_unstarted()
     assert not folder.path.exists()
 

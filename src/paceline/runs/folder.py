@@ -238,18 +238,18 @@ class RunFolder:
         write_atomically(self.result_file, (to_json(result, indent=2) + "\n").encode())
 
     def discard_unstarted(self) -> None:
-        """Remove the folder if nothing has happened in it yet."""
-        if self._is_unstarted():
-            made = (self.config_file, self.script_file, self.frozen_file, self.faults_file, self.owner_file)
-            with contextlib.suppress(OSError):  # keep a folder that holds other files or cannot be changed
-                for path in (*made, self.events_file, self.arrivals_file):
-                    path.unlink(missing_ok=True)
-                self.path.rmdir()
+        """Remove the folder if nothing has happened in it yet and it holds only files of ours."""
+        made = (self.config_file, self.script_file, self.frozen_file, self.faults_file, self.owner_file)
+        served = (self.server_file, self.token_file, self.path / "tls")
+        names = {path.name for path in (*made, *served, self.events_file, self.arrivals_file)}
+        with contextlib.suppress(OSError):
+            if self._is_unstarted() and {path.name for path in self.path.iterdir()} <= names:
+                shutil.rmtree(self.path)
                 self.path.parent.rmdir()
 
     def _is_unstarted(self) -> bool:
-        """Whether no event and no input was written yet: the first event follows the header of the log."""
-        return not _nbytes(self.events_file) and _nbytes(self.arrivals_file) <= _MAX_HEADER_NBYTES
+        """Whether no input was logged yet."""
+        return not self.arrivals_file.exists() or self.arrivals_file.stat().st_size <= _MAX_HEADER_NBYTES
 
     def sweep(self) -> None:
         """Remove unfinished files and checkpoints that a killed process left; call it with the folder locked."""
@@ -271,10 +271,6 @@ def _import_phrase(kind: str, text: str) -> str:
 
 def _not_created(path: Path, error: OSError) -> UserError:
     return UserError(f"run folder {path} cannot be written: {error.strerror}; try --runs DIR")
-
-
-def _nbytes(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 @contextlib.contextmanager
