@@ -41,8 +41,10 @@ def request(role: str, spec: dict[str, Any]) -> bytes:
 def receive_row(line: socket.socket, flags: int = 0) -> dict[str, Any] | None:
     """Return the next JSON message on a socket, or None if its other end is gone."""
     packet = b""
-    with contextlib.suppress(ConnectionResetError):
-        packet = line.recv(_LARGEST, flags)
+    for _ in range(2):  # an end that closed without reading is reported once, before the messages it had sent
+        with contextlib.suppress(ConnectionResetError):
+            packet = line.recv(_LARGEST, flags)
+            break
     return dict(json.loads(packet)) if packet else None
 
 
