@@ -36,9 +36,9 @@ NOT_INHERITED = ("name", "runs", "faults", "delay", "snapshots", "restart", "dur
 
 def simulate_verb(arguments: list[str]) -> int:
     parser = Parser("simulate", SIMULATE_DESCRIPTION, "paceline simulate [RUN.toml] [flags]")
+    add_trust(parser)
     parser.add("file", "file of settings; flags override it", nargs="?", metavar="RUN.toml")
     add_settings(parser, left_out=("device", "restart", "durable"))
-    add_trust(parser)
     parser.add("--json", "print result.json on standard output at the end", action="store_true")
     parsed = parser.parse_strictly(arguments)
     config = config_from(parsed, parsed.file, _settings_of(parsed))
