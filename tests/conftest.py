@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,14 @@ settings.load_profile("paceline")
 
 SMALL_TRAIN, SMALL_TEST = 240, 40
 MakeDataset = Callable[..., Dataset]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Sign run folders with a key of these tests, not of the user who runs them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        yield
 
 
 @pytest.fixture(autouse=True)

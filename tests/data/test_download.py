@@ -5,18 +5,21 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import tarfile
 import threading
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from paceline.data import download, sources
-from paceline.data.datasets import load, locate
+from paceline.data import cifar, download, sources
+from paceline.data.datasets import DATASETS, load, locate
 from paceline.data.download import get
 from paceline.data.sources import DownloadSource, RemoteFile
+from paceline.data.sst import zip_members
 from paceline.errors import DataError, UserError
 from tests.support.data_files import cifar_batches, idx_contents, tar_of, tree_files
 
@@ -35,6 +38,7 @@ class Server(ThreadingHTTPServer):
         self.ignores_range = False
         self.breaks_after: list[int] = []  # bytes sent before the connection drops, one a request
         self.failures: list[int] = []  # status codes, one a request
+        self.is_endless = False  # sends no length, and more as long as somebody reads
 
     @property
     def url(self) -> str:
@@ -61,8 +65,14 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(206 if start else 200)
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-        self.send_header("Content-Length", str(len(content) - start))
+        if not self.server.is_endless:
+            self.send_header("Content-Length", str(len(content) - start))
         self.end_headers()
+        while self.server.is_endless:
+            try:
+                self.wfile.write(bytes(1 << 16))
+            except OSError:
+                return None
         stop = start + self.server.breaks_after.pop(0) if self.server.breaks_after else len(content)
         self.wfile.write(content[start:stop])
 
@@ -215,6 +225,53 @@ def test_folder_that_cannot_be_made(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         get("mnist", tmp_path / "file" / "there", progress=False)
+
+
+@pytest.mark.parametrize("is_endless", [False, True])
+def test_a_file_that_is_too_large_is_neither_fetched_nor_kept(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_endless: bool
+) -> None:
+    monkeypatch.setitem(download.DATASETS, "mnist", replace(DATASETS["mnist"], download_nbytes=100_000))
+    server.is_endless, server.files[FIRST] = is_endless, bytes(1_000_000)
+    with pytest.raises(UserError, match=r"has more than 200000 bytes, .* try another mirror"):
+        get("mnist", tmp_path / "there", progress=False)
+    assert len(server.requests) == 1 and not list((tmp_path / "there").iterdir())
+
+
+def test_a_gzip_bomb_is_not_unpacked(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_MAX_CONTENT_NBYTES", 1 << 20)
+    server.files[FIRST] = gzip.compress(bytes(1 << 24))
+    with pytest.raises(DataError, match="it unpacks to more than 1048576 bytes"):
+        get("mnist", tmp_path / "there", progress=False)
+    assert not list((tmp_path / "there").iterdir())
+
+
+def test_a_tar_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a member that nobody asked for, and in the padding after the last one."""
+    monkeypatch.setattr(cifar, "_MAX_ARCHIVE_NBYTES", 1 << 20)
+    for content in (tar_of({"readme.html": bytes(1 << 22)}, "gz"), tar_of({}, "gz") + gzip.compress(bytes(1 << 22))):
+        (tmp_path / "bomb.tar.gz").write_bytes(content)
+        with pytest.raises(tarfile.ReadError, match="it unpacks to more than"):
+            list(cifar.tar_members(tmp_path / "bomb.tar.gz", ".gz"))
+
+
+def test_a_link_in_a_tar_is_not_followed(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "links.tar", "w") as archive:
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
+            entry = tarfile.TarInfo("../data_batch_1")
+            entry.type, entry.linkname = kind, "/etc/passwd"
+            archive.addfile(entry)
+    assert list(cifar.tar_members(tmp_path / "links.tar", ".tar")) == []
+
+
+@pytest.mark.parametrize(("times", "way"), [(2, zipfile.ZIP_DEFLATED), (1, zipfile.ZIP_BZIP2)])
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_zip_that_could_unpack_to_any_size_is_refused(tmp_path: Path, times: int, way: int) -> None:
+    with zipfile.ZipFile(tmp_path / "bomb.zip", "w", way) as archive:
+        for _ in range(times):
+            archive.writestr("trees/train.txt", bytes(100))
+    with pytest.raises(zipfile.BadZipFile, match=r"train.txt is there twice, or packed in another way"):
+        list(zip_members(tmp_path / "bomb.zip"))
 
 
 def test_archive_is_checked_by_its_members(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

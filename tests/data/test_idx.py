@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paceline.data import idx
 from paceline.data.datasets import Dataset, load, locate
 from paceline.errors import DataError
 from tests.support.data_files import Write, idx_bytes, idx_contents
@@ -108,3 +109,11 @@ def test_truncated_unpacked_file_takes_no_memory(tmp_path: Path, write_idx: Writ
 
     with pytest.raises(DataError, match="content for 60 items"):
         load(locate("mnist", folder), no_memory)
+
+
+def test_a_small_piece_of_gzip_is_inflated_in_small_pieces() -> None:
+    """Else one megabyte of a bomb would take a gigabyte of memory."""
+    content = bytes(1 << 24)
+    packed = gzip.compress(content) + gzip.compress(b"a second stream")
+    pieces = list(idx.inflate(iter([packed])))
+    assert max(map(len, pieces)) <= 1 << 16 and b"".join(pieces) == content + b"a second stream"

@@ -13,8 +13,8 @@ import torch
 from paceline.core.messages import Resume
 from paceline.errors import UserError
 from paceline.runs.arrival_log import RECORD_BYTES, ArrivalLog, fingerprint, read_arrivals
-from paceline.runs.background_writer import BackgroundWriter
 from paceline.runs.checkpoint import Checkpoint, newest_checkpoint, take_checkpoint, write_checkpoint
+from paceline.runs.durable_files import BackgroundWriter
 from paceline.runs.events import EventLog, read_events
 from paceline.runs.recovery import rebuild
 from tests.support.recorded_runs import Record, RecordedRun, assert_same, ignore, small_config

@@ -186,7 +186,8 @@ def test_a_full_disk_at_a_checkpoint_is_said_and_the_last_good_one_stays(record:
         run.host._checkpoints.writer.wait()
     run.push_at_random(1)
     run.host._checkpoints.complain(run.host.clock.now())
-    assert run.notes == ["a checkpoint could not be written (File too large): the run goes on without it"]
+    why = f"could not be written in {run.folder.path} (File too large)"
+    assert run.notes == [f"a checkpoint {why}: the run goes on without it"]
     assert [path.name for path in run.folder.checkpoints.iterdir()] == [f"{3:012d}"]
     before = run.server
     assert run.resume().checkpoint == 3

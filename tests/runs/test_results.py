@@ -18,8 +18,9 @@ from paceline.core.messages import Resume
 from paceline.errors import UserError
 from paceline.reports.console import closing_lines
 from paceline.reports.run_tables import compare
+from paceline.runs.durable_files import write_atomically
 from paceline.runs.events import read_events
-from paceline.runs.folder import RunFolder, write_atomically
+from paceline.runs.folder import RunFolder
 from paceline.runs.result import percentile, staleness_summary, summarise, weights_sha256
 from paceline.system.strict_json import seal
 from tests.support.recorded_runs import Record, Small, small_config, small_task
@@ -183,10 +184,15 @@ def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
 
 def test_an_unstarted_folder_is_discarded_and_a_started_one_is_kept(tmp_path: Path) -> None:
     folder = RunFolder.create(small_config(tmp_path, workers=2))
-    folder.events_file.write_text("")
+    folder.events_file.write_text('{"kind": "run_started"}\n')
+    folder.arrivals_file.write_bytes(bytes(100))
     folder.discard_unstarted()
     assert folder.config_file.exists()
-    folder.events_file.unlink()
+    folder.arrivals_file.write_bytes(bytes(30))
+    (folder.path / "notes of a user").touch()
+    folder.discard_unstarted()
+    assert folder.config_file.exists()
+    (folder.path / "notes of a user").unlink()
     folder.discard_unstarted()
     assert not folder.path.exists()
 

@@ -154,6 +154,18 @@ def _default_text(spec: dataclasses.Field[Any]) -> str:
     return f" [{value:g}]" if isinstance(value, float) else f" [{value}]"
 
 
+def add_trust(parser: Parser) -> None:
+    parser.add("--trust", "import the code that a run of another user or machine names", action="store_true")
+
+
+def require_trust(parsed: argparse.Namespace, run: str, trackers: bool = False) -> None:
+    """Refuse a run of somebody else that names code, unless the user has given `--trust`."""
+    from paceline.runs.folder import RunFolder
+
+    if not parsed.trust:
+        RunFolder.open(Path(run)).require_trust(trackers)
+
+
 def config_from(parsed: argparse.Namespace, file: str | None, base: dict[str, Any] | None = None) -> RunConfig:
     """Return the settings of `base`, of the file and of the flags given; a later one wins."""
     values = {**(base or {}), **(read_toml(Path(file)) if file is not None else {})}

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cli.arguments import Parser, add_settings, config_from
+from paceline.cli.arguments import Parser, add_settings, add_trust, config_from, require_trust
 from paceline.cli.output import show
 from paceline.config import SIMULATED_ONLY, UPKEEP
 from paceline.errors import RunFailed, UserError
@@ -49,6 +49,7 @@ def server_verb(arguments: list[str]) -> int:
     parser.add("--wait", wait, "network", type=float, metavar="SECONDS")
     parser.add("--resume", "continue a run whose server ended, at the same address", "network", metavar="RUN")
     add_settings(parser, left_out=(*SIMULATED_ONLY, "faults", "device"))
+    add_trust(parser)
     parser.add("--json", "print result.json on standard output at the end", action="store_true")
     parsed = parser.parse_strictly(arguments)
     from paceline.runtimes.cluster.credentials import ListenOptions
@@ -63,6 +64,7 @@ def server_verb(arguments: list[str]) -> int:
     options = ListenOptions(parsed.listen, parsed.token_file, *tls, *shards, parsed.wait)
     with Console() as console:
         if parsed.resume is not None:
+            require_trust(parsed, parsed.resume, trackers=parsed.track is None)
             upkeep = {name: getattr(parsed, name) for name in UPKEEP if getattr(parsed, name) is not None}
             folder, result = serve_again(Path(parsed.resume), options, console, upkeep=upkeep)
         else:

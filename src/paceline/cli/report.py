@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from paceline.cli.arguments import Parser
+from paceline.cli.arguments import Parser, add_trust, require_trust
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.reports.status_table import MAX_LETTERS
@@ -30,7 +30,7 @@ def report_verb(arguments: list[str]) -> int:
     from paceline.analysis.listing import run_folders
     from paceline.reports.html import render
     from paceline.reports.report_data import RunReader
-    from paceline.runs.folder import write_atomically
+    from paceline.runs.durable_files import write_atomically
 
     output = Path(parsed.output)
     if output.is_dir():
@@ -144,9 +144,12 @@ def landscape_verb(arguments: list[str]) -> int:
     parser.add("--samples", "number of samples to compute the loss on [1000]", type=int, default=1000, metavar="N")
     parser.add_choice("--device", ("cpu", "cuda"), "device that computes the losses [cpu]", default="cpu")
     parser.add("-o/--output", "folder for the files [landscape]", default="landscape", metavar="DIR")
+    add_trust(parser)
     parser.add("--json", "print landscape.json on standard output", action="store_true")
     parsed = parser.parse_strictly(arguments)
     _check(parsed)
+    for run in parsed.runs:
+        require_trust(parsed, run)
     from paceline.studies.landscape.figure import draw
     from paceline.studies.landscape.paths import open_runs
     from paceline.studies.landscape.survey import LandscapeView, summary, survey

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.arguments import Parser, add_settings, config_from
+from paceline.cli.arguments import Parser, add_settings, add_trust, config_from, require_trust
 from paceline.cli.output import show
 from paceline.config import to_dict
 from paceline.errors import UserError
@@ -35,11 +36,12 @@ NOT_INHERITED = ("name", "runs", "faults", "delay", "snapshots", "restart", "sta
 
 def simulate_verb(arguments: list[str]) -> int:
     parser = Parser("simulate", SIMULATE_DESCRIPTION, "paceline simulate [RUN.toml] [flags]")
+    add_trust(parser)
     parser.add("file", "file of settings; flags override it", nargs="?", metavar="RUN.toml")
     add_settings(parser, left_out=("device", "restart", "stall", "durable"))
     parser.add("--json", "print result.json on standard output at the end", action="store_true")
     parsed = parser.parse_strictly(arguments)
-    config = config_from(parsed, parsed.file, _settings_of(parsed.like))
+    config = config_from(parsed, parsed.file, _settings_of(parsed))
     from paceline.simulation.run import simulate
 
     with Console() as console:
@@ -54,9 +56,10 @@ def plan_verb(arguments: list[str]) -> int:
         *("best", "eval_every", "snapshots"),
     )
     add_settings(parser, left_out)
+    add_trust(parser)
     parser.add("--json", "print every forecast as JSON", action="store_true")
     parsed = parser.parse_strictly(arguments)
-    config = config_from(parsed, None, _settings_of(parsed.like))
+    config = config_from(parsed, None, _settings_of(parsed))
     from paceline.studies.plan import make_plan, plan_lines
 
     if parsed.like is not None and parsed.workers is None:
@@ -67,13 +70,14 @@ def plan_verb(arguments: list[str]) -> int:
     return 0
 
 
-def _settings_of(run: str | None) -> dict[str, Any]:
-    """Return the settings that a new run inherits from a run folder."""
-    if run is None:
+def _settings_of(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that a new run inherits from the run folder of `--like`."""
+    if parsed.like is None:
         return {}
+    require_trust(parsed, parsed.like, trackers=getattr(parsed, "track", None) is None)
     from paceline.runs.folder import RunFolder
 
-    settings = to_dict(RunFolder.open(Path(run)).config())
+    settings = to_dict(RunFolder.open(Path(parsed.like)).config())
     return {name: value for name, value in settings.items() if name not in NOT_INHERITED}
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.arguments import Parser, add_settings, config_from
+from paceline.cli.arguments import Parser, add_settings, add_trust, config_from, require_trust
 from paceline.cli.cluster import add_encryption, chosen_tls
 from paceline.cli.output import EXIT_CODES, show
 from paceline.config import FIELDS, SIMULATED_ONLY, UPKEEP, RunConfig
@@ -116,8 +116,10 @@ def resume_verb(arguments: list[str]) -> int:
     parser.add("run", "a run folder, as in runs/NAME", metavar="RUN")
     _add_places(parser)
     add_settings(parser, left_out=tuple(name for name in FIELDS if name not in UPKEEP))
+    add_trust(parser)
     parser.add("--json", "print result.json on standard output at the end", action="store_true")
     parsed = parser.parse_strictly(arguments)
+    require_trust(parsed, parsed.run, trackers=parsed.track is None)
     with Console() as console:
         folder, result = _resume(parsed, console)
     return show(folder, result, parsed.json)
@@ -142,8 +144,10 @@ def replay_verb(arguments: list[str]) -> int:
     parser.add("run", "a run folder, as in runs/NAME", metavar="RUN")
     parser.add("--until", "stop after update N and save its weights", type=int, metavar="N")
     parser.add("--output", "file for the weights of --until [RUN/replay-N.safetensors]", metavar="FILE")
+    add_trust(parser)
     parser.add("--json", "print the comparison as JSON", action="store_true")
     parsed = parser.parse_strictly(arguments)
+    require_trust(parsed, parsed.run)
     from paceline.studies.replay import describe, replay
 
     with Console() as console:

@@ -28,6 +28,7 @@ _IMAGE_SHAPE = (3, 32, 32)
 _IMAGE_NBYTES = 3 * 32 * 32
 _NUM_CLASSES = 10
 _MAX_MEMBER_NBYTES = 1 << 28
+_MAX_ARCHIVE_NBYTES = 1 << 29  # of the unpacked tar; the official one has 186 MB
 
 Batch = tuple[NDArray[np.uint8], list[int]]
 
@@ -43,6 +44,20 @@ def read(path: Path, remedy: str, empty: Empty) -> Arrays:
     return train + _join([batches.pop(name) for name in TEST_BATCHES], empty)
 
 
+class _BoundedStream:
+    """Reads a stream up to a limit: a small archive may unpack to any size."""
+
+    def __init__(self, stream: IO[bytes], limit: int) -> None:
+        self._stream, self._left, self._limit = stream, limit, limit
+
+    def read(self, size: int) -> bytes:
+        content = self._stream.read(min(size, self._left + 1))
+        self._left -= len(content)
+        if self._left < 0:
+            raise tarfile.ReadError(f"it unpacks to more than {self._limit} bytes")
+        return content
+
+
 def _open_archive(path: Path, suffix: str) -> IO[bytes]:
     """Open the tar stream inside an archive; it is decompressed while it is read."""
     if suffix == ".xz":
@@ -54,8 +69,9 @@ def _open_archive(path: Path, suffix: str) -> IO[bytes]:
 
 def tar_members(path: Path, suffix: str) -> Iterator[tuple[str, IO[bytes]]]:
     """Yield (base name, file) of each regular file in a tar compressed as `suffix`; read on to the final checksum."""
-    with _open_archive(path, suffix) as stream:
-        with tarfile.open(fileobj=stream, mode="r|") as archive:
+    with _open_archive(path, suffix) as unbounded:
+        stream = _BoundedStream(unbounded, _MAX_ARCHIVE_NBYTES)
+        with tarfile.open(fileobj=cast("IO[bytes]", stream), mode="r|") as archive:
             for member in archive:
                 file = archive.extractfile(member) if member.isreg() else None
                 if file is not None:

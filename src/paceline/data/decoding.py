@@ -24,6 +24,7 @@ from paceline.data.cifar import ARRAY_NAMES
 from paceline.data.idx import Arrays, Empty
 from paceline.errors import DataError, RunFailed, UserError
 from paceline.system.cpu import cores
+from paceline.system.process import helper_command, helper_environment
 from paceline.system.strict_json import to_json
 
 CHUNK = 32  # images per request to a decoder process
@@ -133,9 +134,8 @@ class _Decoder:
     """A child process that decodes one chunk per request. It imports no user code and exits at the end of its input."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        command = [sys.executable, "-m", "paceline.data.decoding"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        command, pipe = helper_command("paceline.data.decoding"), subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=helper_environment())
 
     def fill(self, paths: list[str], pixels: Images) -> dict[int, str]:
         """Write the images that decode into `pixels`, without gaps; return why the others do not, by place."""

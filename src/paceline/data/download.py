@@ -31,8 +31,8 @@ class _Broken(Exception):
     """The connection ended before the file did."""
 
 
-def fetch(url: str, part: Path, report: DownloadProgress) -> None:
-    """Complete the file `part` from `url`; raise UserError with the URL if that fails."""
+def fetch(url: str, part: Path, report: DownloadProgress, limit: int) -> None:
+    """Complete the file `part`, of at most `limit` bytes, from `url`; raise UserError with the URL if that fails."""
     if not url.startswith(("http://", "https://")):
         raise UserError(f"{url} was asked for, but only http and https are supported: correct the mirror")
     reason = ""
@@ -40,7 +40,7 @@ def fetch(url: str, part: Path, report: DownloadProgress) -> None:
         if number:
             time.sleep(BACK_OFF_SECONDS * 2 ** (number - 1))
         try:
-            _request(url, part, report)
+            _request(url, part, report, limit)
             return
         except urllib.error.HTTPError as error:
             reason = f"HTTP status {error.code} ({error.reason})"
@@ -56,7 +56,7 @@ def fetch(url: str, part: Path, report: DownloadProgress) -> None:
     )
 
 
-def _request(url: str, part: Path, report: DownloadProgress) -> None:
+def _request(url: str, part: Path, report: DownloadProgress, limit: int) -> None:
     """Send one request: for the rest of the file if `part` holds its beginning, else for all of it."""
     present = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"User-Agent": "paceline", "Accept-Encoding": "identity"})
@@ -69,7 +69,7 @@ def _request(url: str, part: Path, report: DownloadProgress) -> None:
             raise
         if error.headers.get("Content-Range", "").rpartition("/")[2] != str(present):
             part.unlink()  # longer than the file itself, so not its beginning
-            _request(url, part, report)
+            _request(url, part, report, limit)
         return
     with response:
         continues = response.status == 206 and _range_start(response) == present
@@ -79,8 +79,12 @@ def _request(url: str, part: Path, report: DownloadProgress) -> None:
         start = present if continues else 0
         length = response.headers.get("Content-Length")
         total = start + int(length) if length is not None else None
+        if total is not None and total > limit:
+            raise _too_large(url, part, limit)
         with _open(part, "ab" if continues else "wb") as file:
-            received = _copy(response, file, start, total, report)
+            received = _copy(response, file, start, total, report, limit)
+        if received > limit:
+            raise _too_large(url, part, limit)
     if total is not None and received < total:
         raise _Broken(f"the connection ended after {received} of {total} bytes")
 
@@ -91,12 +95,22 @@ def _range_start(response: http.client.HTTPResponse) -> int | None:
     return int(start) if start.isdigit() else None
 
 
+def _too_large(url: str, part: Path, limit: int) -> UserError:
+    part.unlink(missing_ok=True)
+    return UserError(f"{url} has more than {limit} bytes, twice what this data set has: try another mirror")
+
+
 def _copy(
-    response: http.client.HTTPResponse, file: BinaryIO, received: int, total: int | None, report: DownloadProgress
+    response: http.client.HTTPResponse,
+    file: BinaryIO,
+    received: int,
+    total: int | None,
+    report: DownloadProgress,
+    limit: int,
 ) -> int:
-    """Write the response to `file`; return the length of the file after it."""
+    """Write the response to `file`, until it is longer than `limit`; return the length of the file after it."""
     report(received, total)
-    while piece := response.read(_PIECE_NBYTES):
+    while received <= limit and (piece := response.read(_PIECE_NBYTES)):
         try:
             file.write(piece)
         except OSError as error:
@@ -158,7 +172,7 @@ def get(name: str, destination: Path | None = None, mirror: str | None = None, p
         if target.is_file() and sources.fault(target, file) is None:
             say(f"{target} is already there and correct")
             continue
-        _get_file(f"{url.rstrip('/')}/{file.name}", target, file, progress)
+        _get_file(f"{url.rstrip('/')}/{file.name}", target, file, progress, 2 * DATASETS[name].download_nbytes)
         say(f"{target} fetched and checked")
     return folder
 
@@ -169,13 +183,13 @@ def status(data_dir: Path | None) -> list[DatasetStatus]:
     return [_status(name, data_dir) for name in DATASETS]
 
 
-def _get_file(url: str, target: Path, file: RemoteFile, progress: bool) -> None:
+def _get_file(url: str, target: Path, file: RemoteFile, progress: bool, limit: int) -> None:
     """Download one file; it gets its final name only after its content was checked."""
     part = target.with_name(f"{target.name}.part")
     while True:
         resumed = part.exists()
         with _reporting(url, progress) as report:
-            fetch(url, part, report)
+            fetch(url, part, report, limit)
         fault = sources.fault(part, file)
         if fault is None:
             break

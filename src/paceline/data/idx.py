@@ -128,8 +128,8 @@ def inflate(packed: Iterator[bytes]) -> Iterator[bytes]:
         while piece:
             if inflater.eof:
                 inflater = zlib.decompressobj(wbits=31)  # a gzip file may hold several streams in a row
-            yield inflater.decompress(piece)
-            piece = inflater.unused_data
+            yield inflater.decompress(piece, _PIECE_NBYTES)  # a small piece may hold a thousand times as much
+            piece = inflater.unconsumed_tail or inflater.unused_data
     if not inflater.eof:
         raise EOFError
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from paceline.data.idx import inflate
 
 _PIECE_NBYTES = 1 << 20
+_MAX_CONTENT_NBYTES = 1 << 28  # of one unpacked file; the largest official one has 47 MB
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,10 @@ def _checksums(path: Path, file: RemoteFile) -> Iterator[tuple[str, str]]:
 
 
 def _sha256(pieces: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
+    digest, nbytes = hashlib.sha256(), 0
     for piece in pieces:
+        nbytes += len(piece)
+        if nbytes > _MAX_CONTENT_NBYTES:
+            raise EOFError(f"it unpacks to more than {_MAX_CONTENT_NBYTES} bytes")
         digest.update(piece)
     return digest.hexdigest()

@@ -116,13 +116,17 @@ def _content(path: Path, name: str) -> bytes:
 
 
 def zip_members(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield (base name, content) of the three text files in a zip; raise BadZipFile if one declares a huge size."""
+    """Yield (base name, content) of the three text files in a zip; raise BadZipFile if one could unpack to any size."""
     with zipfile.ZipFile(path) as archive:
+        seen = set()
         for member in archive.infolist():
             name = member.filename.rpartition("/")[2]
             if name in SIZES:
                 if member.file_size > _MAX_FILE_NBYTES:
                     raise zipfile.BadZipFile(f"member {name} claims {member.file_size} bytes")
+                if name in seen or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    raise zipfile.BadZipFile(f"member {name} is there twice, or packed in another way than deflate")
+                seen.add(name)
                 yield name, archive.read(member)
 
 

@@ -5,6 +5,7 @@ A header line names the format and the config. Records that a resume undid stay 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import struct
@@ -33,6 +34,7 @@ from paceline.core.messages import (
     Stop,
 )
 from paceline.errors import UserError
+from paceline.runs.durable_files import sync_folder
 
 _RECORD = struct.Struct("<BBHIIIIfd")
 _CHECK = struct.Struct("<I")
@@ -104,9 +106,12 @@ class ArrivalLog:
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._failure: OSError | None = None
         self.nbytes = os.fstat(self._fd).st_size
         if not self.nbytes:
-            self.nbytes += os.write(self._fd, MAGIC + fingerprint(config).encode() + b"\n")
+            self._write(MAGIC + fingerprint(config).encode() + b"\n")
+            self.sync()
+            sync_folder(path.parent)
 
     def append(self, message: messages.Input, disposition: Disposition, now: float) -> None:
         """Append one record and hand it to the operating system before returning."""
@@ -133,15 +138,25 @@ class ArrivalLog:
             case Resume(undone, lost):
                 fields = (_RESUME, disposition, 0, 0, undone, lost, 0, 0.0, now)
         record = _RECORD.pack(*fields)
-        written = os.write(self._fd, record + _CHECK.pack(zlib.crc32(record)))
-        if written != RECORD_BYTES:
+        self._write(record + _CHECK.pack(zlib.crc32(record)))
+
+    def _write(self, content: bytes) -> None:
+        """Append all of `content`, or nothing."""
+        written = os.write(self._fd, content)
+        if written != len(content):
             os.truncate(self._fd, self.nbytes)
-            raise OSError(28, "No space left on device")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.nbytes += written
 
     def sync(self) -> None:
-        """Block until all appended records are on disk."""
-        os.fdatasync(self._fd)
+        """Block until all appended records are on disk. The system reports a failed sync once, so remember it."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            self._failure = error
+            raise
 
     def close(self) -> None:
         os.close(self._fd)

@@ -23,6 +23,8 @@ from torch import Tensor
 from paceline.core.buffers import WorkerBuffers
 from paceline.core.server import Server, restore_server, server_facts
 from paceline.errors import UserError
+from paceline.runs.durable_files import sync_folder
+from paceline.runs.folder import CHECKPOINT_DIGITS
 from paceline.system.strict_json import to_json
 
 _TYPES = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -152,7 +154,7 @@ def _shapes_text(shapes: dict[str, list[int]]) -> str:
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
     """Write, sync and rename a checkpoint; then delete older ones so that `keep` are left."""
-    final = folder / f"{checkpoint.version:012d}"
+    final = folder / f"{checkpoint.version:0{CHECKPOINT_DIGITS}d}"
     temporary = folder / f".{final.name}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -161,18 +163,27 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Pat
         facts = {"server": checkpoint.facts, "log_offset": checkpoint.log_offset, "now": checkpoint.now}
         facts |= {"tensors_sha256": digest}
         _write_synced(temporary / "facts.json", to_json({**facts, "facts_sha256": _sha256_of(facts)}).encode())
-        _sync_folder(temporary)
-        if final.exists():
-            shutil.rmtree(final)
+        sync_folder(temporary)
+        _remove(final)
         temporary.rename(final)
-        _sync_folder(folder)
+        sync_folder(folder)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     older = [path for path in _finished(folder) if path.name < final.name]
     for old in older[: max(0, len(older) - keep + 1)]:
-        shutil.rmtree(old, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _remove(old)
     return final
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint under the name of an unfinished one, so that a killed process leaves no half of it."""
+    if path.exists():
+        doomed = path.with_name(f".{path.name}.old.tmp")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -205,15 +216,6 @@ def _write_synced(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    """Sync a folder, so that files created, renamed or removed in it are on disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sha256_of(facts: dict[str, Any]) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 
 from paceline.errors import RunFailed
 from paceline.interfaces import MAX_WORKERS
-from paceline.runs.folder import RunFolder, write_atomically
+from paceline.runs.durable_files import write_atomically
+from paceline.runs.folder import RunFolder
 from paceline.system.strict_json import to_json
 
 ANSWER_SECONDS, LEAVE_SECONDS = 15.0, 8.0

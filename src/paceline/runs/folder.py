@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
-import os
 import shlex
 import shutil
 import sys
@@ -13,19 +13,27 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from paceline.config import SCHEMA, RunConfig, from_dict, is_simulated, read_toml, to_dict, to_toml
+from paceline.config import SCHEMA, RunConfig, from_dict, is_script, is_simulated, read_toml, to_dict, to_toml
 from paceline.errors import RunFailed, UserError
 from paceline.runs.arrival_log import require_same_config
+from paceline.runs.durable_files import opened_folder, sync_folder, write_atomically
 from paceline.runs.events import RESULT_TYPES
 from paceline.system.strict_json import escape_texts, from_json, is_text, require_types, seal, to_json, unseal
+from paceline.system.terminal import printable
+from paceline.system.user_key import is_signed, key_file, sign
 
 LOCK_RETRY_SECONDS = 0.05
+CHECKPOINT_DIGITS = 12  # of a version, in the name of a checkpoint
 ALL_GONE = "all workers are gone"
 NOT_COME = "not all workers came in time"
 TIME_IS_UP = "time is up"  # reasons for an early end, as the result states them
 _CHECK = b'# crc32 = "'  # the first line of config.toml: a checksum of the others
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+_DISK_ERRORS = (*_NO_ROOM, errno.EROFS, errno.EIO)
+_MAX_HEADER_NBYTES = 64  # of a log without a record
 
 
 class RunFolder:
@@ -49,6 +57,7 @@ class RunFolder:
         self.server_file = path / "server.json"
         self.token_file = path / "token"
         self.read_token_file = path / "read-token"
+        self.owner_file = path / "owner"
 
     @property
     def has_log(self) -> bool:
@@ -61,16 +70,21 @@ class RunFolder:
         folder = RunFolder(Path(config.runs) / (config.name or free_name(config)))
         try:
             folder.path.mkdir(parents=True)
-            write_atomically(folder.config_file, _config_text(config, _heading()))
-            if config.faults is not None:
-                shutil.copyfile(config.faults, folder.faults_file)
         except FileExistsError:
             hint = f"choose another --name, remove it, or 'paceline resume {folder.path}'"
             raise UserError(f"{folder.path} exists already: {hint}") from None
         except OSError as error:
-            raise UserError(f"run folder {folder.path} cannot be written: {error.strerror}; try --runs DIR") from None
-        except KeyboardInterrupt:
+            raise _not_created(folder.path, error) from None
+        try:
+            write_atomically(folder.config_file, _config_text(config, _heading()))
+            sync_folder(folder.path.parent)
+            if config.faults is not None:
+                shutil.copyfile(config.faults, folder.faults_file)
+            folder.sign()
+        except (OSError, KeyboardInterrupt) as error:
             folder.discard_unstarted()
+            if isinstance(error, OSError):
+                raise _not_created(folder.path, error) from None
             raise
         return folder
 
@@ -86,18 +100,43 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder, so that no other command trains into it."""
-        with self.config_file.open("rb") as lock:
+        """Lock the folder, so that no other command trains into it; a full disk then ends in one line."""
+        with opened_folder(self.path) as lock:
             if not _try_lock(lock, fcntl.LOCK_EX):
                 time.sleep(LOCK_RETRY_SECONDS)  # another process may hold it briefly in is_locked
                 if not _try_lock(lock, fcntl.LOCK_EX):
                     raise UserError(f"{self.path} is still being trained by another command: stop that one first")
-            yield
+            with self.naming_disk_errors():
+                yield
 
     def is_locked(self) -> bool:
         """Return whether a command is training into this folder now."""
-        with self.config_file.open("rb") as lock:
+        with opened_folder(self.path) as lock:
             return not _try_lock(lock, fcntl.LOCK_SH)
+
+    @contextlib.contextmanager
+    def naming_disk_errors(self) -> Iterator[None]:
+        """Raise the error of a full or read-only disk as one line that names this folder and the way on."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _DISK_ERRORS:
+                raise
+            raise self.disk_error(error) from None
+
+    def disk_error(self, error: OSError, update: int | None = None) -> UserError:
+        """Return the one line for a disk that is full, read-only or broken; the run had reached `update`."""
+        what, remedy = f"writing failed ({error.strerror or error})", "check the disk"
+        if error.errno in _NO_ROOM:
+            what, remedy = "no space is left", "make room"
+        elif error.errno in _NOT_WRITABLE:
+            remedy = "make it writable"
+        where = f"{self.path} at update {update}" if update is not None else str(self.path)
+        way_on = "start it again"
+        with contextlib.suppress(OSError, UserError):
+            if not self._is_unstarted():
+                way_on = self.resume_hint(self.config())
+        return UserError(f"{what} in {where}: {remedy}, then {way_on}")
 
     def resume_hint(self, config: RunConfig) -> str:
         """Return how to continue after an early end."""
@@ -133,11 +172,57 @@ class RunFolder:
         return config
 
     def update_config(self, config: RunConfig) -> None:
-        """Overwrite the config with values learned at the start; in place, because the file is also the lock."""
+        """Replace the config by one with values learned at the start."""
         heading = "".join(f"# {name} = {to_json(text)}\n" for name, text in self.origin().items())
-        with self.config_file.open("r+b") as file:
-            file.write(_config_text(config, heading))
-            file.truncate()
+        write_atomically(self.config_file, _config_text(config, heading))
+
+    def sign(self) -> None:
+        """Mark the folder as this user's, if it names code to import; a user without a key needs --trust later."""
+        config = self.config()
+        if self._named_code(config):
+            with contextlib.suppress(OSError, RuntimeError):
+                signature = sign(self._signed(config))
+                write_atomically(self.owner_file, f"{signature}\n".encode())
+
+    def require_trust(self, trackers: bool) -> None:
+        """Refuse a folder of somebody else that names code to import: a task, a script or (if asked) `trackers`."""
+        config = self.config()
+        code = self._named_code(config, trackers)
+        if not code:
+            return
+        try:
+            signature = self.owner_file.read_text(errors="replace").strip() if self.owner_file.exists() else ""
+            if is_signed(self._signed(config), signature):
+                return
+            found = f"was not signed with your key {key_file()}"
+        except FileNotFoundError:
+            found = f"is not signed by you, who have no key {key_file()}"
+        except (OSError, RuntimeError) as error:
+            found = f"cannot be compared with your key ({getattr(error, 'strerror', None) or error})"
+        what = printable(" and ".join(code), 400)
+        raise UserError(f"{self.path} {found}, and would {what}: add --trust if you trust this code")
+
+    def _named_code(self, config: RunConfig, trackers: bool = True) -> list[str]:
+        """Return what going on with the run would import or execute, one phrase each."""
+        found = []
+        if is_script(config):
+            found.append(f"run the script that {self.script_file.name} names{self._script_words()}")
+        elif config.task is not None:
+            found.append(_import_phrase("task", config.task))
+        names = [name for name in config.track or [] if trackers and ":" in name]
+        return found + [_import_phrase("tracker", name) for name in names]
+
+    def _script_words(self) -> str:
+        try:
+            fields = unseal(self.script_file.read_text())
+            return f", {Path(str(fields['cwd']), str(fields['command'][0]))}"
+        except (OSError, ValueError, LookupError, TypeError):
+            return ""
+
+    def _signed(self, config: RunConfig) -> bytes:
+        """Return what a signature covers: all that decides which code is imported."""
+        script = self.script_file.read_bytes() if self.script_file.exists() else b""
+        return to_json(["run folder", config.task, config.track, script.hex()]).encode()
 
     def origin(self) -> dict[str, str]:
         """Return when (`made`) and by which `command` the run was created, from the comments in its config."""
@@ -183,16 +268,39 @@ class RunFolder:
         write_atomically(self.result_file, (to_json(seal(result), indent=2) + "\n").encode())
 
     def discard_unstarted(self) -> None:
-        """Remove the folder if nothing has happened in it yet."""
-        if not self.events_file.exists() and not self.arrivals_file.exists():
-            ours = (self.config_file, self.script_file, self.frozen_file, self.faults_file)
-            for path in (*ours, self.token_file, self.read_token_file, *self.path.glob("tls/*.pem")):
-                path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # keep a folder that holds other files
-                if (self.path / "tls").is_dir():
-                    (self.path / "tls").rmdir()
-                self.path.rmdir()
+        """Remove the folder if nothing has happened in it yet and it holds only files of ours."""
+        made = (self.config_file, self.script_file, self.frozen_file, self.faults_file, self.owner_file)
+        served = (self.server_file, self.token_file, self.read_token_file, self.path / "tls")
+        names = {path.name for path in (*made, *served, self.events_file, self.arrivals_file)}
+        with contextlib.suppress(OSError):
+            if self._is_unstarted() and {path.name for path in self.path.iterdir()} <= names:
+                shutil.rmtree(self.path)
                 self.path.parent.rmdir()
+
+    def _is_unstarted(self) -> bool:
+        """Whether no input was logged yet."""
+        return not self.arrivals_file.exists() or self.arrivals_file.stat().st_size <= _MAX_HEADER_NBYTES
+
+    def sweep(self) -> None:
+        """Remove unfinished files and checkpoints that a killed process left; call it with the folder locked."""
+        for place in (self.path, self.checkpoints, self.snapshots):
+            for path in place.glob(".*.tmp"):
+                pid = path.name.split(".")[-2]
+                if pid.isdecimal() and len(pid) < CHECKPOINT_DIGITS and Path("/proc", pid).exists():
+                    continue  # being written, by a command that needs no lock
+                with contextlib.suppress(OSError):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _import_phrase(kind: str, text: str) -> str:
+    where, _, name = text.rpartition(":")
+    return (
+        f"import {kind} '{name}' from {where if where.endswith('.py') else f'module {where}, perhaps of {Path.cwd()}'}"
+    )
+
+
+def _not_created(path: Path, error: OSError) -> UserError:
+    return UserError(f"run folder {path} cannot be written: {error.strerror}; try --runs DIR")
 
 
 def _config_text(config: RunConfig, heading: str) -> bytes:
@@ -213,8 +321,8 @@ def _heading() -> str:
     return f"# made = {to_json(made)}\n# command = {to_json(command)}\n"
 
 
-def _try_lock(lock: BinaryIO, how: int) -> bool:
-    """Take a lock, held until the file is closed; return False if another process holds it."""
+def _try_lock(lock: int, how: int) -> bool:
+    """Take a lock, held until the descriptor is closed; return False if another process holds it."""
     try:
         fcntl.flock(lock, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -232,20 +340,6 @@ def free_name(config: RunConfig) -> str:
         number += 1
         name = f"{base}-{number}"
     return name
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write to a temporary file, sync and rename, so that readers see the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:  # a signal too
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 @contextlib.contextmanager

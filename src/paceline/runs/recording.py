@@ -10,7 +10,8 @@ from typing import Any
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.runs.arrival_log import LogContents, read_log
-from paceline.runs.folder import RunFolder, write_atomically
+from paceline.runs.durable_files import write_atomically
+from paceline.runs.folder import RunFolder
 from paceline.system.strict_json import seal, to_json, unseal
 
 
@@ -102,6 +103,7 @@ class ScriptCall:
     def save(self, folder: RunFolder) -> None:
         """Store the call in the run folder."""
         write_atomically(folder.script_file, (to_json(seal(asdict(self)), indent=2) + "\n").encode())
+        folder.sign()
 
     @staticmethod
     def load(folder: RunFolder) -> ScriptCall:

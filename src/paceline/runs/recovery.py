@@ -20,8 +20,8 @@ from paceline.core.worker import LocalWorker
 from paceline.errors import UserError
 from paceline.interfaces import Report
 from paceline.runs.arrival_log import RECORD_BYTES, LogContents, Record, next_incarnation, read_log, scan_log
-from paceline.runs.background_writer import BackgroundWriter
 from paceline.runs.checkpoint import Checkpoint, newest_checkpoint, restore, set_aside
+from paceline.runs.durable_files import BackgroundWriter
 from paceline.runs.folder import RunFolder
 from paceline.runs.replay import Replay, ReplayThreads
 from paceline.runs.result import NamedTensors

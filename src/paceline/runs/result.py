@@ -15,7 +15,8 @@ from torch import Tensor
 from paceline.config import SCHEMA, RunConfig, to_dict
 from paceline.core.server import Server
 from paceline.interfaces import Layout, Scores
-from paceline.runs.folder import TIME_IS_UP, RunFolder, write_atomically
+from paceline.runs.durable_files import write_atomically
+from paceline.runs.folder import TIME_IS_UP, RunFolder
 from paceline.settings.rules import average_horizon, average_in_words
 from paceline.settings.strategies import strategy_of
 from paceline.system.environment import environment

@@ -21,8 +21,8 @@ from paceline.config import RunConfig
 from paceline.core.server import Server
 from paceline.errors import UserError
 from paceline.interfaces import Scores
-from paceline.runs.background_writer import BackgroundWriter
-from paceline.runs.folder import RunFolder, write_atomically
+from paceline.runs.durable_files import BackgroundWriter, write_atomically
+from paceline.runs.folder import RunFolder
 from paceline.runs.result import NamedTensors, trained_tensors
 from paceline.settings.stopping import BestMetric
 from paceline.system.sealed_weights import check_weights, seal_weights
@@ -92,7 +92,7 @@ class Snapshots:
             self._entries = [*self._entries, entry]
             _write_index(self._path, self._entries)
 
-        self._writer.submit(f"the snapshot of update {version}", write)
+        self._writer.submit("a snapshot", write)
 
 
 def snapshots_of(
@@ -112,8 +112,6 @@ def drop_snapshots_after(folder: RunFolder, version: int) -> None:
     for path in folder.snapshots.glob("*.safetensors"):
         if path.name not in names:
             path.unlink()
-    for unfinished in folder.snapshots.glob(".*.tmp"):  # left by a killed writer
-        unfinished.unlink()
 
 
 def _write_index(path: Path, entries: list[SnapshotEntry]) -> None:
@@ -180,14 +178,20 @@ class BestWeights:
             row |= {"measure": self._measure.text, "value": value}
         if self.found is not None and _rank(row) <= _rank(self.found):
             return
-        self.found = row
+        before, self.found = self.found, row
         tensors = {name: tensor.clone() for name, tensor in trained_tensors(server, self._model).items()}
         texts = {name: str(value) for name, value in row.items() if value is not None}
-        self._writer.submit("the best weights so far", lambda: self._write(seal_weights(save(tensors, texts))))
 
-    def _write(self, content: bytes) -> None:
-        self._folder.checkpoints.mkdir(exist_ok=True)
-        write_atomically(self._folder.best_file, content)
+        def write() -> None:
+            try:
+                self._folder.checkpoints.mkdir(exist_ok=True)
+                write_atomically(self._folder.best_file, seal_weights(save(tensors, texts)))
+            except OSError:
+                if self.found is row:
+                    self.found = before  # `best` of the result names weights that are on disk
+                raise
+
+        self._writer.submit("the best weights so far", write)
 
 
 def _rank(row: Mapping[str, Any]) -> tuple[float, float]:

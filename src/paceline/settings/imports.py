@@ -53,7 +53,7 @@ def in_a_line(error: BaseException) -> str:
 
 def _module_by_name(kind: str, name: str, text: str, wanted: str) -> ModuleType:
     here = str(Path.cwd())
-    if not {"", here} & set(sys.path):  # as for 'python -m paceline', which has it
+    if _is_here(name) and not {"", here} & set(sys.path):  # the command itself looks for nothing in that folder
         sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
@@ -87,10 +87,14 @@ def require_found(kind: str, text: str, wanted: str = "FUNCTION") -> None:
         if not Path(where).is_file():
             raise UserError(f"{kind} file {where} does not exist")
         return
-    top = where.partition(".")[0]
-    here = any(Path(os.curdir, top + ending).exists() for ending in ("", ".py"))
-    if not here and not is_installed(top):
+    if not _is_here(where) and not is_installed(where.partition(".")[0]):
         raise _no_module(kind, text, where, wanted)
+
+
+def _is_here(module: str) -> bool:
+    """Whether a module, or the package it is in, is in the current folder."""
+    top = module.partition(".")[0]
+    return any(Path(os.curdir, top + ending).exists() for ending in ("", ".py"))
 
 
 def is_installed(module: str) -> bool:

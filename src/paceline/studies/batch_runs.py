@@ -21,7 +21,8 @@ from paceline.data.datasets import load, locate_data, resolve_dataset
 from paceline.errors import Interrupted, UserError
 from paceline.launch import train
 from paceline.reports.console import Console
-from paceline.runs.folder import RunFolder, write_atomically
+from paceline.runs.durable_files import write_atomically
+from paceline.runs.folder import RunFolder
 from paceline.runs.result import weights_sha256
 from paceline.settings.ranks import rank_here
 from paceline.settings.resolve import resolve

@@ -14,7 +14,7 @@ from paceline.config import SCHEMA, RunConfig
 from paceline.data.datasets import Dataset, load, locate_data
 from paceline.errors import UserError
 from paceline.reports.console import Console
-from paceline.runs.folder import write_atomically
+from paceline.runs.durable_files import write_atomically
 from paceline.simulation.run import check
 from paceline.studies.batch_runs import note_sample, resolve_for_simulation, result_of, run_missing
 from paceline.studies.sweep_file import SweepGrid, prefix_errors

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from paceline.errors import PacelineError
 from paceline.runs.folder import RunFolder
+from paceline.system.process import helper_command, helper_environment
 
 FINISH_SECONDS = 15.0  # time for a tracker to finish after the run's end
 CLOSE_SECONDS = 2.0
@@ -49,12 +50,11 @@ class Trackers:
 
     def _start(self, name: str) -> TrackerProcess:
         output_file = self._folder.path / f"track-{re.sub('[^A-Za-z0-9.]+', '-', name).strip('-.')}.log"
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        command = [sys.executable, "-m", "paceline.tracking.process", str(self._folder.path), name, str(os.getpid())]
+        command = helper_command("paceline.tracking.process", str(self._folder.path), name, str(os.getpid()))
         with output_file.open("ab") as output:
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
             # In its own session: Ctrl-C is for the run, which then ends its trackers.
-            process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+            process = subprocess.Popen(command, env=helper_environment(), start_new_session=True, **streams)
         return TrackerProcess(name, process, output_file)
 
     def poll(self) -> None:

@@ -104,8 +104,8 @@ def test_this_machine_needs_no_ssh() -> None:
 
 def test_a_workers_arguments_hold_no_token_and_its_own_data() -> None:
     arguments = worker_arguments(HostLine("n", data_dir="/mine"), "10.0.0.1:2950", 3, 4, "/theirs", ["--patience", "9"])
-    assert arguments[:5] == ["-m", "paceline.cli.ssh_worker", "worker", "--connect", "10.0.0.1:2950"]
-    assert arguments[5:] == ["--worker", "3", "--threads", "4", "--data-dir", "/mine", "--patience", "9"]
+    assert arguments[:6] == ["-P", "-m", "paceline.cli.ssh_worker", "worker", "--connect", "10.0.0.1:2950"]
+    assert arguments[6:] == ["--worker", "3", "--threads", "4", "--data-dir", "/mine", "--patience", "9"]
     assert worker_arguments(HostLine("n"), "a:1", 0, 1, None, [])[-2:] == ["--threads", "1"]
 
 

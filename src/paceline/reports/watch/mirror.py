@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.errors import RunFailed
-from paceline.runs.folder import RunFolder, write_atomically
+from paceline.runs.durable_files import write_atomically
+from paceline.runs.folder import RunFolder
 from paceline.system.terminal import printable
 from paceline.transports.file_client import FileChunk, FileClient
 
@@ -76,12 +77,7 @@ class Mirror:
         if found is None:
             path.unlink(missing_ok=True)
         elif found != before:
-            if before is None or name != "config.toml":
-                write_atomically(path, found)
-            else:  # in place, because the file is also the lock
-                with path.open("r+b") as file:
-                    file.write(found)
-                    file.truncate()
+            write_atomically(path, found)
         return found != before
 
     def _follow(self, name: str) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":  # before anything is imported from the folder that ssh starts in; -P needs Python 3.11
+    sys.path[:] = [path for path in sys.path if path]
+
 import hashlib
 import json
 import os
 import socket
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any

@@ -146,7 +146,7 @@ def worker_arguments(
     data_dir = host.data_dir or data_dir
     where = ["--data-dir", data_dir] if data_dir is not None else []
     own = ["worker", "--connect", address, "--worker", str(worker), "--threads", str(threads)]
-    return ["-m", "paceline.cli.ssh_worker", *own, *where, *more]
+    return ["-P", "-m", "paceline.cli.ssh_worker", *own, *where, *more]
 
 
 def threads_of(host: HostLine, asked: int | None, cores: int) -> int:

@@ -14,7 +14,8 @@ from paceline.config import RunConfig
 from paceline.data.datasets import Dataset, Location, load, locate_data, resolve_dataset
 from paceline.errors import ServerLost, UserError
 from paceline.reports.console import Console
-from paceline.runs.folder import RunFolder, holding, require_survivors, write_atomically
+from paceline.runs.durable_files import write_atomically
+from paceline.runs.folder import RunFolder, holding, require_survivors
 from paceline.runtimes.cluster.credentials import PLAIN_WARNING, ListenOptions, as_before, make_credentials
 from paceline.runtimes.sharded.processes import ShardProcesses, serve_part
 from paceline.runtimes.sharded.spans import require_cuttable
@@ -172,7 +173,6 @@ def _serve(order: _ServeOrder) -> dict[str, Any]:
 
 def join_server(options: ConnectOptions, console: Console) -> bool:
     """Work for a server until its run is over. Return False if the server is gone before that."""
-    token = token_of(options)
     if options.threads is not None and options.threads < 1:
         raise UserError(f"--threads {options.threads}: a worker needs at least one")
     if options.overlap < 0:
@@ -180,7 +180,7 @@ def join_server(options: ConnectOptions, console: Console) -> bool:
     _require_device(options.device)
     from paceline.runtimes.cluster.worker import ServerAddress, WorkerOptions, work
 
-    server = ServerAddress(options.connect, token, tls_of(options), options.patience)
+    server = ServerAddress(options.connect, token_of(options), tls_of(options), options.patience)
     own = WorkerOptions(options.data_dir, options.threads, options.worker, options.overlap, options.device)
     _warn_of_plain(options, console)
     return _over(options, lambda tls: work(dataclasses.replace(server, tls=tls), own, _load, console.note))

@@ -16,7 +16,7 @@ import traceback
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.system.process import describe_end, die_with
+from paceline.system.process import describe_end, die_with, helper_command, helper_environment
 from paceline.system.strict_json import to_json
 
 ROLES = {
@@ -41,8 +41,10 @@ def request(role: str, spec: dict[str, Any]) -> bytes:
 def receive_row(line: socket.socket, flags: int = 0) -> dict[str, Any] | None:
     """Return the next JSON message on a socket, or None if its other end is gone."""
     packet = b""
-    with contextlib.suppress(ConnectionResetError):
-        packet = line.recv(_LARGEST, flags)
+    for _ in range(2):  # an end that closed without reading is reported once, before the messages it had sent
+        with contextlib.suppress(ConnectionResetError):
+            packet = line.recv(_LARGEST, flags)
+            break
     return dict(json.loads(packet)) if packet else None
 
 
@@ -51,9 +53,8 @@ class ForkServer:
 
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        search_path = os.pathsep.join(path for path in sys.path if path)
-        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": search_path}
-        command = [sys.executable, "-m", "paceline.runtimes.local.fork_server", str(theirs.fileno())]
+        environment = {"OMP_WAIT_POLICY": "PASSIVE", **helper_environment()}
+        command = helper_command("paceline.runtimes.local.fork_server", str(theirs.fileno()))
         # Ctrl-C reaches the whole process group: block it in the child until the child ignores it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -47,14 +48,12 @@ def train_in_process(
     replies: deque[Reply] = deque()
     runtime, facts = LocalRuntime(replies.append), provenance(config, location)
     host = Host(server, task, work, config, folder, report, runtime, seconds, facts)
-    if rebuilt is not None:
-        host.resume_from(rebuilt)
-    instances = [instance(make_join(config, work, worker, incarnation)) for worker in range(config.workers or 1)]
-    with stop_signals(report) as reason:
+    with contextlib.closing(host), stop_signals(report) as reason:
+        if rebuilt is not None:
+            host.resume_from(rebuilt)
+        instances = [instance(make_join(config, work, worker, incarnation)) for worker in range(config.workers or 1)]
         run_inline(host, replies, instances, lambda: reason[0] if reason else None)
-        result = host.finish()
-    host.close()
-    return result
+        return host.finish()
 
 
 def run_inline(

@@ -122,7 +122,7 @@ def host(spec: dict[str, Any], fds: list[int]) -> int:
         hosting.finish()
         hosting.close()
 
-    return reporting(serve, fds[0])
+    return reporting(serve, fds[0], spec["folder"])
 
 
 def _dataset(spec: dict[str, Any], fds: list[int]) -> Dataset | None:

@@ -175,4 +175,4 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
             outcome = compare(again, recording, model, control.send, passed)
         control.send({"kind": "replayed", "outcome": outcome})
 
-    return reporting(serve, fds[0])
+    return reporting(serve, fds[0], spec["folder"])

@@ -190,7 +190,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         host.finish()
         host.close()
 
-    return reporting(serve, fds[0])
+    return reporting(serve, fds[0], spec["folder"])
 
 
 def _no_worker(join: Join) -> LocalWorker:

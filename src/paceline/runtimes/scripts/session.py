@@ -22,7 +22,8 @@ from paceline.core.messages import Join, Push, Reply, SetLrFactor, loss_of_push
 from paceline.errors import RunFailed, UserError
 from paceline.models.dropout import address_dropout
 from paceline.randomness import mix64
-from paceline.runs.folder import RunFolder, write_atomically
+from paceline.runs.durable_files import write_atomically
+from paceline.runs.folder import RunFolder
 from paceline.runtimes.scripts import adopt
 from paceline.runtimes.scripts.bound_model import BoundModel
 from paceline.runtimes.scripts.optimizer import AdoptedOptimizer, decay_of, settings_of

@@ -12,8 +12,8 @@ from paceline.core.buffers import WorkerBuffers
 from paceline.core.server import Server
 from paceline.interfaces import Report
 from paceline.runs.arrival_log import ArrivalLog
-from paceline.runs.background_writer import BackgroundWriter
 from paceline.runs.checkpoint import Checkpoint, CopyBuffers, take_checkpoint, tensor_kinds, write_checkpoint
+from paceline.runs.durable_files import BackgroundWriter
 from paceline.runs.events import EventLog, read_events
 from paceline.runs.folder import RunFolder
 
@@ -28,6 +28,7 @@ class Checkpoints:
     ) -> None:
         self._server, self._config, self._folder, self._virtual = server, config, folder, virtual
         self._log, self._events, self._report = sinks
+        folder.sweep()
         self.writer, self._room = BackgroundWriter(background=not virtual), CopyBuffers()
         self.next_checkpoint = math.inf if config.timing_only else seconds + config.checkpoint_every
         self._next_room = math.inf if virtual else seconds + config.checkpoint_every / 2
@@ -72,7 +73,8 @@ class Checkpoints:
                 text = f"{what} could be written again"
                 self._events.write("writing_works", now, what=what)
             else:
-                text = f"{what} could not be written ({failure.strerror or failure}): the run goes on without it"
+                why = f"could not be written in {self._folder.path} ({failure.strerror or failure})"
+                text = f"{what} {why}: the run goes on without it"
                 self._events.write("writing_failed", now, what=what, error=str(failure))
             self._report({"kind": "note", "text": text})
 

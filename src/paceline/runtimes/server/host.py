@@ -6,7 +6,6 @@ memory and the reply is sent.
 
 from __future__ import annotations
 
-import errno
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,7 +79,11 @@ class Host:
         self._is_virtual = virtual = source is not None
         folder.result_file.unlink(missing_ok=True)  # from now on the run is not finished
         self.events = events = EventLog(folder.events_file)
-        self.log = ArrivalLog(folder.arrivals_file, config)
+        try:
+            self.log = ArrivalLog(folder.arrivals_file, config)
+        except OSError:
+            events.close()
+            raise
         self._checkpoints = Checkpoints(server, config, folder, (self.log, events, report), seconds, virtual)
         writer = self._checkpoints.writer
         self._snapshots = snapshots_of(config, folder, server, task, writer)
@@ -229,10 +232,7 @@ class Host:
                     self._snapshots.take_final(self.server)
 
     def _disk_error(self, error: OSError) -> UserError:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "no space is left" if is_full else f"writing failed ({error.strerror})"
-        way_on = self.folder.resume_hint(self.config)
-        return UserError(f"{what} in {self.folder.path} at update {self.server.version}: make room, then {way_on}")
+        return self.folder.disk_error(error, self.server.version)
 
     @property
     def lost(self) -> list[int]:

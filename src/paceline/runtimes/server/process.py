@@ -50,16 +50,17 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         host.finish()
         host.close()
 
-    return reporting(serve, fds[0])
+    return reporting(serve, fds[0], spec["folder"])
 
 
-def reporting(serve: Callable[[SupervisorChannel], None], line: int) -> int:
-    """Call `serve` and tell the supervisor how it ended; a PacelineError goes to it as one line."""
+def reporting(serve: Callable[[SupervisorChannel], None], line: int, folder: str) -> int:
+    """Call `serve` and tell the supervisor how it ended; a PacelineError or a full disk goes to it as one line."""
     control = SupervisorChannel(socket.socket(fileno=line))
     raise_file_limit()
     keep_freed_memory()
     try:
-        serve(control)
+        with RunFolder(Path(folder)).naming_disk_errors():
+            serve(control)
     except PacelineError as error:
         control.send({"kind": "failed", "code": error.exit_code, "text": str(error)})
         return error.exit_code

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.reports.console import Console
 from paceline.system.environment import package_version
+from paceline.system.process import helper_command, helper_environment
 from paceline.transports.auth import TOKEN_VARIABLE
 from paceline.transports.connection import format_address, is_loopback, parse_address
 from paceline.transports.tls import Tls, make_certificate, server_tls
@@ -91,8 +91,8 @@ class ShardProcesses:
         elif self._tls is None:
             words += ["--plain"]
         return subprocess.Popen(
-            [sys.executable, "-m", "paceline", "shard", *words],
-            env={**os.environ, TOKEN_VARIABLE: os.fsdecode(self._token)},
+            helper_command("paceline", "shard", *words),
+            env={**helper_environment(), TOKEN_VARIABLE: os.fsdecode(self._token)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             process_group=0,  # Ctrl-C reaches the first server alone, which ends the others

@@ -20,6 +20,7 @@ from paceline.simulation.lab.arrival_order import ArrivalOrder, trace_of
 from paceline.simulation.lab.batch import LabRun
 from paceline.simulation.lab.inputs import RunInputs, feed_of
 from paceline.system.cpu import cores
+from paceline.system.process import safe_path
 from paceline.tasks.nested import num_samples
 
 PARALLEL_THRESHOLD = 200_000  # minimum pushes to trace in parallel: with fewer, starting processes takes longer
@@ -68,7 +69,8 @@ def _all_traces(wanted: list[tuple[RunConfig, int]], labels: NDArray[np.int64]) 
     context = multiprocessing.get_context("spawn")
     ignore_interrupts = signal.signal, (signal.SIGINT, signal.SIG_IGN)
     with ProcessPoolExecutor(min(cores(), len(wanted)), context, *ignore_interrupts) as pool:
-        futures = [pool.submit(_one_trace, config, num_floats, labels) for config, num_floats in wanted]
+        with safe_path():
+            futures = [pool.submit(_one_trace, config, num_floats, labels) for config, num_floats in wanted]
         try:
             yield from (future.result() for future in futures)
         finally:

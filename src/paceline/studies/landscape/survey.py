@@ -19,7 +19,7 @@ from paceline.config import RunConfig
 from paceline.data.datasets import load, locate_data
 from paceline.errors import UserError
 from paceline.reports.console import Console
-from paceline.runs.folder import write_atomically
+from paceline.runs.durable_files import write_atomically
 from paceline.studies.landscape.losses import Losses
 from paceline.studies.landscape.paths import RunSnapshots, TrainingPath, read_path
 from paceline.studies.landscape.plane import Plane, nearest_plane

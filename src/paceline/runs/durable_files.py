@@ -1,12 +1,52 @@
-"""Writes checkpoints and snapshots on a background thread, in order, without blocking the server."""
+"""Writes files that survive a crash: whole or not at all, synced; large ones on a background thread, in order."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 MAX_WAITING = 4  # queued jobs, each with a copy of the weights, before `submit` blocks on a slow disk
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write to a temporary file, sync and rename, so that readers and a crash find the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:  # a signal too
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Sync a folder, so that files created, renamed or removed in it stay so after a power failure."""
+    with opened_folder(path) as descriptor:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # some network file systems cannot
+                raise
+
+
+@contextlib.contextmanager
+def opened_folder(path: Path) -> Iterator[int]:
+    """Open a folder, as for a lock or a sync of its entries."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 class BackgroundWriter:
