@@ -1,11 +1,12 @@
-"""Real processes under random faults: workers and server are killed, stopped and restarted, connections broken.
+"""Real processes under random faults: workers and server killed, stopped and restarted, connections broken, and lies.
 
     python benchmarks/chaos.py [--seconds 1800] [--workers 3] [--accuracy 80] [--seed 0] [-- flags of the servers]
 
 Runs follow each other with different flags until `--seconds` have passed; each must reach `--accuracy`. Then each is
 replayed from its log: if any acknowledged push were lost or applied twice, the weights would differ. All traffic is on
 loopback, through a proxy that can break every connection. The folder of a run that fails is kept. With `--max-workers`,
-workers also join and are drained; with `--restart`, the server's inner process is killed.
+workers also join and are drained; with `--restart`, the server's inner process is killed. With `--stall`, workers hang
+in a step while their heartbeats go on, one computes a NaN, and some lie about a push: they must be dropped or expelled.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from faulty_task import FAULTS_VARIABLE, order
+from liar import LIES
 from processes import ended
 
 PADDING = 600.0
@@ -37,15 +40,21 @@ QUIET_SECONDS = (0.5, 3.0)
 ENDING_SECONDS = 3.0
 CEILING_SECONDS = 60.0
 """Maximum adaptive deadline: the server may wait no longer for any worker."""
-COMMON = ["--dataset", "fashion-mnist-sample", "--split", "iid", "--epochs", "2000", "--eval-every", "2",
-          "--score", "test", "--checkpoint-every", "5", "--threads", "1", "--lr", "0.001"]  # fmt: skip
+COMMON = ["--split", "iid", "--epochs", "2000", "--eval-every", "2", "--score", "test", "--checkpoint-every", "5",
+          "--threads", "1", "--lr", "0.001"]  # fmt: skip
+HERE = Path(__file__).resolve().parent
+BUILT_IN = "--dataset fashion-mnist-sample"
+FAULTY = f"--task {HERE / 'faulty_task.py'}:build --stall 4"
 RUNS = [
-    ("--strategy async --rule foresight-cached --average on --codec int8 --durable", 0),
-    ("--strategy async --max-workers 5 --restart 1000", 0),
-    ("--strategy sync", 0),
-    ("--strategy bounded:4 --codec topk:0.05 --pull-codec int8", 1),
-    ("--strategy async --max-workers 8 --codec int8 --average on --recovery checkpoint", 1),
-    ("--strategy async-local:4 --codec int8", 0),
+    (f"{BUILT_IN} --tls --strategy async --rule foresight-cached --average on --codec int8 --durable", 0),
+    (f"{FAULTY} --strategy sync --tls", 0),
+    (f"{BUILT_IN} --strategy async --max-workers 5 --restart 1000", 0),
+    (f"{FAULTY} --strategy async --max-workers 6 --robust", 0),
+    (f"{BUILT_IN} --strategy sync", 0),
+    (f"{BUILT_IN} --tls --strategy bounded:4 --codec topk:0.05 --pull-codec int8", 1),
+    (f"{FAULTY} --strategy bounded:4 --robust --tls", 0),
+    (f"{BUILT_IN} --tls --strategy async --max-workers 8 --codec int8 --average on --recovery checkpoint", 1),
+    (f"{BUILT_IN} --strategy async-local:4 --codec int8", 0),
 ]
 """Server flags and `--overlap` of the worker processes, one entry per run in turn."""
 
@@ -128,7 +137,10 @@ class Cluster:
         self.folder, self._overlap = folder, overlap
         self.most = int(words[words.index("--max-workers") + 1]) if "--max-workers" in words else None
         """Maximum number of workers of an elastic run."""
-        self._is_kept = "--restart" in words
+        self._is_kept, self.misbehaves = "--restart" in words, "--stall" in words
+        self.faults = folder / "faults"
+        """Where files tell the workers' processes to hang or to give a NaN."""
+        self.faults.mkdir()
         self.killed_after_the_end = False
         """Whether the server was killed after training: its restart may exit with code 2, with nothing to resume."""
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -141,17 +153,25 @@ class Cluster:
                                    "--listen", f"127.0.0.1:{self._port}"])  # fmt: skip
         self.workers = [self.start_worker() for _ in range(workers)]
 
-    def _start(self, words: list[str]) -> subprocess.Popen[bytes]:
+    def _start(self, words: list[str], program: tuple[str, ...] = ("-m", "paceline")) -> subprocess.Popen[bytes]:
         log = (self.folder / "output.log").open("ab")
-        environment = {**os.environ, "PACELINE_TOKEN": self._token}
-        process = subprocess.Popen([sys.executable, "-m", "paceline", *words], stdout=log, stderr=log, env=environment)
+        environment = {**os.environ, "PACELINE_TOKEN": self._token, FAULTS_VARIABLE: str(self.faults)}
+        process = subprocess.Popen([sys.executable, *program, *words], stdout=log, stderr=log, env=environment)
         log.close()
         self.processes.append(process)
         return process
 
     def start_worker(self) -> subprocess.Popen[bytes]:
+        return self._start(["worker", *self._worker_words])
+
+    def start_liar(self, lie: str, pushes: int) -> subprocess.Popen[bytes]:
+        """Start a worker that lies after so many honest pushes."""
+        return self._start([lie, str(pushes), *self._worker_words], (str(HERE / "liar.py"),))
+
+    @property
+    def _worker_words(self) -> list[str]:
         words = ["--connect", f"127.0.0.1:{self.link.port}", "--threads", "1", "--patience", "60"]
-        return self._start(["worker", *words, "--overlap", str(self._overlap)])
+        return [*words, "--overlap", str(self._overlap)]
 
     def restart_server(self) -> None:
         """Kill the server; its supervisor restarts it, or this process does."""
@@ -219,11 +239,15 @@ class Misfortune:
         self._kinds = {"worker killed": 4, "worker stopped": 3, "link cut": 4, "server killed": 1}
         if cluster.most is not None:
             self._kinds |= {"worker drained": 2, "worker joined": 2}
+        if cluster.misbehaves:
+            self._kinds |= {"worker hung": 3, "worker lied": 3, "worker gave a NaN": 3}
 
     def strike(self) -> None:
         """Inject one fault and wait until it is over."""
         kinds = self._kinds
         kind = self._random.choices(list(kinds), list(kinds.values()))[0]
+        if kind == "worker gave a NaN":
+            del kinds[kind]  # its place stays empty until a resume
         self.happened[kind] += 1
         lasts = self._random.uniform(*QUIET_SECONDS)
         cluster, place = self._cluster, self._random.randrange(len(self._cluster.workers))
@@ -245,6 +269,22 @@ class Misfortune:
             cluster.drain(self._random.randrange(cluster.most or 1))
         elif kind == "worker joined":
             cluster.workers.append(cluster.start_worker())  # the server refuses it if the run is full
+        elif kind == "worker hung":
+            order(cluster.faults, "hang", worker.pid)
+            time.sleep(5.0 + 3 * lasts)
+            (cluster.faults / f"hang-{worker.pid}").unlink()
+        elif kind == "worker lied":
+            worker.kill()
+            worker.wait()
+            liar = cluster.start_liar(self._random.choice(list(LIES)), self._random.randrange(30))
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it found no place
+                liar.wait(20.0)
+            liar.kill()
+            liar.wait()
+            cluster.workers[place] = cluster.start_worker()
+        elif kind == "worker gave a NaN":
+            order(cluster.faults, "nan", worker.pid)
+            time.sleep(3 * lasts)
         else:
             cluster.restart_server()
 
@@ -291,6 +331,7 @@ def live_through(
         [sys.executable, "-m", "paceline", "replay", str(run), "--json"], capture_output=True, text=True, check=False
     )
     result = json.loads((run / "result.json").read_text())
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     outcome = json.loads(replayed.stdout) if replayed.returncode in (0, 1) else {"identical": replayed.stderr}
     return {
         "exit_code": code,
@@ -303,6 +344,7 @@ def live_through(
         "train_seconds": result["train_seconds"],
         "identical": outcome["identical"],
         "mismatch": outcome.get("first_departure"),
+        "dropped_or_expelled": dict(Counter(row["kind"] for row in events if row["kind"] in ("stalled", "expelled"))),
         "lost_pushes": result["lost_pushes"],
         "resumes": result["resumes"],
         "largest_gap": round(largest_gap(run), 1),
