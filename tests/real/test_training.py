@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from paceline.config import RunConfig
 from paceline.data.datasets import load, locate
 from paceline.models.lenet import LeNet5
+from paceline.runs.folder import RunFolder
 from tests.support.commands import Command, replays, result_of, run, wait_for_records
 
 SAMPLE = ("--dataset", "fashion-mnist-sample", "--name", "it")
@@ -98,7 +99,7 @@ OWN = ("--epochs", "0.5", "--epoch-mode", "own", "--split", "labels")
 def test_replay_gives_the_same_weights(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     command = run("train", *SAMPLE, *arguments, "--json", cwd=tmp_path)
     assert command.process.returncode == 0, command.err
-    assert json.loads(command.out) == result_of(tmp_path / "runs/it")
+    assert json.loads(command.out) == RunFolder.open(tmp_path / "runs/it").result()
     assert replays(tmp_path / "runs/it")
 
 
@@ -130,7 +131,7 @@ def test_a_diverging_run_ends_with_code_3_and_says_what_to_change(tmp_path: Path
     last = command.err.strip().splitlines()[-1]
     assert "training diverged at update" in last and "try --lr 2.5e+19" in last and "or --rule auto" in last
     assert result_of(tmp_path / "runs/it")["status"] == "diverged"
-    assert "there is nothing to resume" in run("resume", "runs/it", cwd=tmp_path).err
+    assert "--recovery checkpoint goes back to its newest" in run("resume", "runs/it", cwd=tmp_path).err
 
 
 def test_a_delay_on_purpose_makes_a_straggler(tmp_path: Path) -> None:
