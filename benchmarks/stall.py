@@ -89,9 +89,8 @@ def measure(kind: str, stall: float, cwd: Path) -> dict[str, Any]:
             more = {"served": [], "tls": ["--tls"], "sharded": ["--servers", "2"]}[kind]
             server = start("server", *RUN, *BUILD, *limit, *more)
             wait_for((folder / "server.json").exists, "a server")
-            address = json.loads((folder / "server.json").read_text())["address"]
             for _ in range(2):
-                start("worker", "--connect", address, "--threads", "1", *(["--tls"] if kind == "tls" else []))
+                start("worker", "--run", str(folder), "--threads", "1")
         hung = wait_for((cwd / "hung").exists, "a worker that hangs")
         named = wait_for(lambda: rows(folder, "stalled"), "a name", stall + 120.0)
         gone = wait_for(lambda: rows(folder, "worker_lost"), "a dropped worker")

@@ -15,8 +15,10 @@ from paceline.reports.sentences import event_sentence
 from paceline.runs.arrival_log import scan_log
 from paceline.runs.result import status_of
 from tests.support.recorded_runs import Record, RecordedRun, assert_same
+from tests.support.rings import long_but
 
 LOCAL = {"momentum": 0.0, "path": "star"}
+NAN = {"factor": math.nan}
 EVERY = [("async", {}), ("sync", {}), ("backup:1", {}), ("bounded:1", {}), ("local:2", LOCAL), ("diloco:2", LOCAL)]
 OTHER_WAYS = [("async", {"pull_codec": "int8"}), ("async", {"max_workers": 4}), ("sync", {"robust": True})]
 
@@ -60,7 +62,7 @@ def end(run: RecordedRun) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "settings"), EVERY + OTHER_WAYS)
-@pytest.mark.parametrize("broken", [{"factor": math.nan}, {"factor": math.inf}, {"loss": math.inf}], ids=str)
+@pytest.mark.parametrize("broken", long_but([NAN], [NAN, {"factor": math.inf}, {"loss": math.inf}]), ids=str)
 def test_a_worker_with_a_broken_push_of_its_own_making_is_expelled(
     record: Record, strategy: str, settings: dict[str, Any], broken: dict[str, Any]
 ) -> None:

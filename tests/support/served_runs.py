@@ -32,7 +32,7 @@ from tests.support.recorded_runs import RecordedRun, small_config
 TOKEN = b"of this served run"
 
 
-@pytest.fixture(scope="module", params=["plain", "TLS"])
+@pytest.fixture(scope="module", params=["plain", pytest.param("TLS", marks=pytest.mark.long)])
 def tls(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tls | None:
     """The server's side of TLS, and None for a plain connection: each test runs with both."""
     if request.param == "plain":

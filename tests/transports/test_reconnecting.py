@@ -55,6 +55,7 @@ def listening(address: str, lives: float | None) -> Iterator[None]:
         one.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("secure", [False, True], ids=["plain", "tls"])
 @pytest.mark.parametrize("there", ["nobody", "silent", "closing"])
 def test_a_worker_gives_up_whatever_holds_the_address_of_its_dead_server(

@@ -252,8 +252,7 @@ def set_aside(folder: Path, version: int) -> None:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read one checkpoint; a missing or changed file raises one of the UNREADABLE errors."""
     facts = json.loads((path / "facts.json").read_text())
-    digest = facts.pop("facts_sha256", None)  # missing in checkpoints of older versions
-    if digest is not None and digest != _sha256_of(facts):
+    if facts.pop("facts_sha256") != _sha256_of(facts):
         raise ValueError("the checksum of its facts is wrong")
     content = (path / "tensors.safetensors").read_bytes()
     if hashlib.sha256(content).hexdigest() != facts["tensors_sha256"]:

@@ -163,12 +163,13 @@ class RunFolder:
 
     def config(self) -> RunConfig:
         """Return the resolved config this run was started with; refuse one that the log beside it does not know."""
-        config = from_dict({**to_dict(RunConfig()), **read_toml(self.config_file)})
-        require_same_config(self.arrivals_file, config)
+        values = read_toml(self.config_file)
         first, _, rest = self.config_file.read_bytes().partition(b"\n")
         if first.startswith(_CHECK) and first != _check_line(rest):  # older versions wrote none
             why = "was changed since the run wrote it: undo that, or remove its first line"
             raise UserError(f"{self.config_file} {why} to keep the change")
+        config = from_dict({**to_dict(RunConfig()), **values})
+        require_same_config(self.arrivals_file, config)
         return config
 
     def update_config(self, config: RunConfig) -> None:

@@ -13,6 +13,7 @@ from paceline.assembly.run import sizes_of
 from paceline.assembly.task import identity_of
 from paceline.core.buffers import BufferSizes, WorkerBuffers
 from paceline.core.messages import Join
+from paceline.runtimes.server import remote_service, service
 from paceline.runtimes.server.remote_service import ForegroundChannel, RemoteService, SingleServer
 from paceline.runtimes.server.runtime import TcpPeers
 from paceline.system.environment import package_version
@@ -50,7 +51,9 @@ class Served:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    for module in (remote_service, service):
+        monkeypatch.setattr(module, "GRACE_SECONDS", 0.2)
     made = Served(tmp_path)
     yield made
     made.close()
