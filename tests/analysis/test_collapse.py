@@ -17,6 +17,8 @@ from paceline.simulation.run import simulate
 from paceline.studies.batch_runs import resolve_for_simulation
 from tests.support.rings import long_but
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 SMALL = {
     "dataset": "fashion-mnist-sample",
     "strategy": "async",

@@ -21,6 +21,8 @@ from paceline.runs.events import read_tail
 from paceline.runs.folder import RunFolder
 from tests.support.recorded_runs import Record, small_config
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 
 def workers_row(now: float, states: list[str], computing: list[float], steps: list[int], **more: Any) -> dict[str, Any]:
     count = len(states)

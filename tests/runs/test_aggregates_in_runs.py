@@ -19,6 +19,8 @@ from paceline.simulation.run import simulate
 from paceline.studies.batch_runs import resolve_for_simulation
 from tests.support.recorded_runs import Record, assert_same, records_of
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 STAR = {"path": "star"}
 RUNS = [("sync", "median", {}), ("sync", "trimmed:1", {"codec": "int8"}), ("backup:1", "trimmed:1", {})]
 RUNS += [("sync", "median", {"max_workers": 6}), ("diloco:2", "median", STAR), ("local:2", "trimmed:1", STAR)]

@@ -26,6 +26,8 @@ from paceline.system.strict_json import from_json, seal, to_json
 from paceline.tasks.script_model import load_frozen
 from tests.support.made_up_runs import accounts, log_events, progress, result_of, whole_run
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 DEEP = b"[" * 20_000
 ROWS = {
     "a NaN": b'{"kind": "progress", "now": NaN, "updates": 1, "samples": 32, "fraction": 0.5, "loss": 1.0}',

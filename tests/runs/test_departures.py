@@ -24,6 +24,8 @@ from paceline.studies.replay import describe
 from tests.support.recorded_runs import Record, RecordedRun, Small, ignore, small_task
 from tests.support.rings import long_but
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 STRATEGIES = ["classic", "sync", "async", "backup:1", "bounded:1"]
 
 

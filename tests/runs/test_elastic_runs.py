@@ -23,6 +23,8 @@ from tests.support.recorded_runs import Record, RecordedRun, assert_same, checkp
 from tests.support.rings import long_but
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 STRATEGIES = ["async", "sync", "backup:1", "bounded:1", "async-local:2"]
 
 

@@ -17,6 +17,8 @@ from paceline.runs.result import status_of
 from tests.support.recorded_runs import Record, RecordedRun, assert_same
 from tests.support.rings import long_but
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 LOCAL = {"momentum": 0.0, "path": "star"}
 NAN = {"factor": math.nan}
 EVERY = [("async", {}), ("sync", {}), ("backup:1", {}), ("bounded:1", {}), ("local:2", LOCAL), ("diloco:2", LOCAL)]

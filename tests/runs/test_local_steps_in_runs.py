@@ -9,6 +9,8 @@ from paceline.runs.checkpoint import write_checkpoint
 from paceline.runs.recovery import rebuild
 from tests.support.recorded_runs import Record, assert_same, checkpoint_now, records_of, small_task
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 STRATEGIES = ["local:2", "diloco:3", "async-local:2"]
 
 

@@ -17,6 +17,8 @@ from paceline.runs.folder import RunFolder
 from paceline.runs.recording import ScriptCall, open_recording
 from tests.support.recorded_runs import Record, RecordedRun, ignore, small_task
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 BODY = struct.Struct("<BBHIIIIfd")
 
 

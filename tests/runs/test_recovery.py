@@ -21,6 +21,8 @@ from paceline.runs.events import read_events
 from paceline.runs.recording import open_recording
 from tests.support.recorded_runs import Record, RecordedRun, assert_same, small_config
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 
 def killed(record: Record, **settings: object) -> RecordedRun:
     """A run that was killed some pushes after its second checkpoint."""

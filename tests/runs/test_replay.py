@@ -18,6 +18,8 @@ from paceline.runtimes.server.runtime import LocalRuntime
 from tests.support.recorded_runs import Record, assert_same, checkpoint_now, records_of
 from tests.support.rings import long_but
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 STRATEGIES = ["async", "sync", "backup:1", "bounded:1"]
 
 

@@ -13,6 +13,8 @@ from paceline.runs.recovery import rebuild
 from paceline.runs.result import weights_sha256
 from tests.support.recorded_runs import Record, Small, assert_same, checkpoint_now, ignore, records_of, small_task
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 RULES = ["damped", "gap", "compensated", "dana", "dana-slim", "cached", "ringleader", "ringmaster:2", "buffered:3"]
 
 

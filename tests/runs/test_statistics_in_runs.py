@@ -19,6 +19,8 @@ from paceline.runs.snapshots import read_index
 from paceline.tasks.script_model import ScriptModel
 from tests.support.recorded_runs import Record, RecordedRun, Small, small_task
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 
 def finished(run: RecordedRun) -> dict[str, Any]:
     run.push_at_random(10_000)

@@ -23,6 +23,8 @@ from paceline.runtimes.sharded.orders import EMPTY, from_words, to_words
 from paceline.simulation.run import simulate
 from paceline.studies.batch_runs import resolve_for_simulation
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 TASK = """
 import torch
 import torch.nn.functional as F

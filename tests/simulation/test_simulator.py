@@ -12,6 +12,8 @@ from paceline.cli.main import main
 from paceline.runs.arrival_log import read_arrivals
 from paceline.runs.folder import RunFolder
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 SMALL = ["--dataset", "fashion-mnist-sample", "--threads", "1"]
 
 

@@ -23,6 +23,8 @@ from paceline.studies import batch_runs as many_runs
 from paceline.studies.sweep_file import SweepGrid, read_grid, run_name
 from paceline.studies.sweep_table import cells, disposition, draw, gather, plain, rows_of
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 SETTINGS = """
 [run]
 dataset = "fashion-mnist-sample"

@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.long  # left to `make test`
+
 LEFT = """
 import threading, torch
 from paceline.system.subnormals import flush_subnormals

@@ -23,6 +23,8 @@ from paceline.tasks.flat import FlatModule
 from tests.support import odd_models
 from tests.support.odd_models import MODELS, token_data
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 SETTINGS: dict[str, Any] = {"strategy": "classic", "lr": 0.2, "momentum": 0.9, "epochs": 3.0, "batch_size": 8}
 
 

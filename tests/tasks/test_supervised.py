@@ -25,6 +25,8 @@ from paceline.models.dropout import AddressedDropout
 from paceline.settings.resolve import resolve
 from paceline.tasks.supervised import Normalise, SupervisedTask
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 
 class OwnDropout(nn.Module):
     """A model with torch's own dropout as well as the addressed one."""

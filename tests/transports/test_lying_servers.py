@@ -28,6 +28,8 @@ from paceline.transports.frames import HEADER_NBYTES, REPLY_HEAD, FrameKind, hea
 from paceline.transports.tcp_client import TcpClient
 from paceline.transports.tls import Tls, worker_tls
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 TOKEN = b"of a lying server"
 Act = Callable[[socket.socket], None]
 

@@ -46,6 +46,8 @@ from tests.support.small_star import (
 )
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 UPDATES = 4
 USED = [(None, None), ("int8", None), (None, "int8"), ("topk:0.1", "bf16")]
 

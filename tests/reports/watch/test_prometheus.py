@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +12,8 @@ from paceline.analysis.status import RunStatus, WorkerStatus
 from paceline.reports.watch.prometheus import MAX_WORKERS, exposition
 from tests.support.prometheus_text import parse
 from tests.support.statuses import RUNS
+
+pytestmark = pytest.mark.long  # left to `make test`
 
 
 @given(st.lists(RUNS, max_size=3, unique_by=id))

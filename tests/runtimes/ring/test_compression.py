@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.runtimes.ring.compression import RoundedSum, compress
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 TINY = 2.0**-30  # far below the smallest number of 16 bits, 2^-24
 STEPS = 400
 

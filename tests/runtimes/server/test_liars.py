@@ -21,6 +21,8 @@ from paceline.transports.tls import Tls, worker_tls
 from tests.support.served_runs import TOKEN, Liar, ServedRun, lying
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 Lie = Callable[[Liar], Any]
 VERSION = package_version("paceline")
 

@@ -32,6 +32,8 @@ from tests.support.connections import connected
 from tests.support.recorded_runs import RecordedRun, small_config
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 
 class First:
     """A run of two servers: the first is real and in a thread, the second is the test, and beats if it is told to."""

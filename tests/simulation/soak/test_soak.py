@@ -37,6 +37,8 @@ from paceline.simulation.step_times import StepTimes
 from paceline.tasks.local_sgd import LocalSteps
 from tests.support.rings import long_but
 
+pytestmark = pytest.mark.long  # left to `make test`
+
 Patch = pytest.MonkeyPatch
 SEEDS_FOR_A_MUTANT = 400
 
