@@ -173,7 +173,7 @@ def verdict(rows: list[dict[str, Any]]) -> bool:
 
 ORDINARY: dict[str, dict[str, Any]] = {
     "lenet5 sync": {"strategy": "sync"},
-    "lenet5 async, warm-up, cosine": {"strategy": "async", "warmup": 0.2, "schedule": "cosine"},
+    "lenet5 async, warm-up, cosine": {"strategy": "async", "warmup": 0.2, "schedule": "cosine", "lr": 0.01},
     "lenet5 async, labels": {"strategy": "async", "split": "labels", "lr": 0.01},
     "lenet5 async, adam": {"strategy": "async", "optimizer": "adam", "lr": 0.001},
     "cnn bounded:3": {"strategy": "bounded:3", "model": "cnn", "lr": 0.01},
