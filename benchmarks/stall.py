@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -29,21 +30,6 @@ RUN = ["--strategy", "sync", "--threads", "1", "--name", "it", "--score", "none"
 BUILD = ["--task", "task.py:build", "--batch-size", "8", "--delay", "5ms", "--steps", "800", "--workers", "2"]
 MOST_SECONDS = 30.0
 """Within which an ordinary model's hung worker must be named."""
-LOOP = """
-import torch
-import paceline
-from task import build, hang_once
-
-task = build()
-with paceline.join() as session:
-    model, batches = session.prepare(task.model, task.train, batch_size=8)
-    for inputs, targets in batches:
-        hang_once()
-        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
-        loss.backward()
-        session.step(loss)
-    session.finish()
-"""
 
 
 def wait_for(found: Callable[[], Any], what: str, seconds: float = 180.0) -> float:
@@ -70,7 +56,7 @@ def rows(folder: Path, kind: str) -> list[dict[str, Any]]:
 def measure(kind: str, stall: float, cwd: Path) -> dict[str, Any]:
     """Run one kind of run, and return its figures."""
     shutil.copy(TASK, cwd / "task.py")
-    (cwd / "loop.py").write_text(LOOP)
+    (cwd / "loop.py").write_text(runpy.run_path(str(TASK))["OWN_LOOP"])
     folder, processes = cwd / "runs/it", list[subprocess.Popen[bytes]]()
 
     def start(*words: str) -> subprocess.Popen[bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from tests.support.cluster_commands import RUN, workers
 from tests.support.commands import Command, result_of
+from tests.support.pipes import open_full_pipe
 
 pytestmark = pytest.mark.real
 
@@ -19,12 +19,7 @@ SETTINGS = (*RUN, "--strategy", "sync", "--workers", "2", "--steps", "20")
 
 @pytest.mark.parametrize("verb", ["train", "server"])
 def test_a_full_pipe_does_not_stop_a_run(verb: str, tmp_path: Path) -> None:
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(writer, b"." * 4096)
-    os.set_blocking(writer, True)
+    reader, writer = open_full_pipe()
     with ExitStack() as stack:
         command = stack.enter_context(Command(verb, *SETTINGS, cwd=tmp_path, stderr=writer))
         os.close(writer)

@@ -21,22 +21,6 @@ from tests.support.waiting import until
 
 RUN = ("--strategy", "sync", "--workers", "2", "--threads", "1", "--name", "it", "--score", "none")
 TASK = ("--task", "task.py:build", "--batch-size", "8", "--delay", "5ms")
-OWN_LOOP = """
-import torch
-import paceline
-from task import build, hang_once
-
-torch.manual_seed(0)
-task = build()
-with paceline.join() as session:
-    model, batches = session.prepare(task.model, task.train, batch_size=8)
-    for inputs, targets in batches:
-        hang_once()
-        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
-        loss.backward()
-        session.step(loss)
-    session.finish()
-"""
 
 
 @pytest.fixture
@@ -88,7 +72,7 @@ def test_a_hung_worker_of_a_served_run_is_dropped_although_it_sends_heartbeats(c
 
 def test_a_hung_script_is_dropped_by_hand(cwd: Path) -> None:
     """Its loop waits for ever; the other waits at the barrier, which is no stall."""
-    (cwd / "loop.py").write_text(OWN_LOOP)
+    (cwd / "loop.py").write_text(hanging_task.OWN_LOOP)
     folder = cwd / "runs/it"
     with Command("run", "-n", "2", "--strategy", "sync", "--lr", "0.05", "--name", "it", "loop.py", cwd=cwd) as command:
 

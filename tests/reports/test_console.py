@@ -13,18 +13,14 @@ import pytest
 
 from paceline.reports import console as console_module
 from paceline.reports.console import MAX_WAITING, Console
+from tests.support.pipes import open_full_pipe
 from tests.support.waiting import until
 
 
 @contextlib.contextmanager
 def full_pipe() -> Iterator[tuple[int, int]]:
     """Both ends of a pipe that takes no more bytes."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(writer, b"." * 4096)
-    os.set_blocking(writer, True)
+    reader, writer = open_full_pipe()
     try:
         yield reader, writer
     finally:

@@ -14,6 +14,23 @@ import paceline
 STEPS = 20
 MARK = Path("hung")  # made by the process that hangs; once it exists, no other process does
 _made = [0]
+OWN_LOOP = """
+import torch
+import paceline
+from task import build, hang_once
+
+torch.manual_seed(0)
+task = build()
+with paceline.join() as session:
+    model, batches = session.prepare(task.model, task.train, batch_size=8)
+    for inputs, targets in batches:
+        hang_once()
+        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        session.step(loss)
+    session.finish()
+"""
+"""A script that trains the task, copied to `task.py`, in a loop of its own."""
 
 
 def hang_once() -> None:

@@ -25,7 +25,7 @@ from paceline.core.server import Server, restore_server, server_facts
 from paceline.errors import UserError
 from paceline.runs.durable_files import sync_folder
 from paceline.runs.folder import CHECKPOINT_DIGITS
-from paceline.system.strict_json import to_json
+from paceline.system.strict_json import sha256_of, to_json
 
 _TYPES = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16"}
 _TYPES |= {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
@@ -162,7 +162,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Pat
         digest = _write_tensors(temporary / "tensors.safetensors", checkpoint.tensors)
         facts = {"server": checkpoint.facts, "log_offset": checkpoint.log_offset, "now": checkpoint.now}
         facts |= {"tensors_sha256": digest}
-        _write_synced(temporary / "facts.json", to_json({**facts, "facts_sha256": _sha256_of(facts)}).encode())
+        _write_synced(temporary / "facts.json", to_json({**facts, "facts_sha256": sha256_of(facts)}).encode())
         sync_folder(temporary)
         _remove(final)
         temporary.rename(final)
@@ -218,10 +218,6 @@ def _write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sha256_of(facts: dict[str, Any]) -> str:
-    return hashlib.sha256(to_json(facts).encode()).hexdigest()
-
-
 def newest_checkpoint(folder: Path, log_nbytes: int | None = None) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest usable checkpoint, and a sentence for each newer unusable one.
 
@@ -252,7 +248,7 @@ def set_aside(folder: Path, version: int) -> None:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read one checkpoint; a missing or changed file raises one of the UNREADABLE errors."""
     facts = json.loads((path / "facts.json").read_text())
-    if facts.pop("facts_sha256") != _sha256_of(facts):
+    if facts.pop("facts_sha256") != sha256_of(facts):
         raise ValueError("the checksum of its facts is wrong")
     content = (path / "tensors.safetensors").read_bytes()
     if hashlib.sha256(content).hexdigest() != facts["tensors_sha256"]:

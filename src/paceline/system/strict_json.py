@@ -82,7 +82,7 @@ def escape_texts(value: Any) -> Any:
 
 def seal(value: dict[str, Any]) -> dict[str, Any]:
     """Return the object with one more key, a SHA-256 of all others, for `unseal`."""
-    return {**value, SEAL: _digest(value)}
+    return {**value, SEAL: sha256_of(value)}
 
 
 def unseal(text: str | bytes) -> dict[str, Any]:
@@ -98,12 +98,13 @@ def unseal(text: str | bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("it is not an object")
     found = value.pop(SEAL, None)  # older versions wrote none
-    if found is not None and found != _digest(value):
+    if found is not None and found != sha256_of(value):
         raise ValueError("its checksum is wrong")
     return value
 
 
-def _digest(value: dict[str, Any]) -> str:
+def sha256_of(value: dict[str, Any]) -> str:
+    """Return the SHA-256 of an object as `to_json` writes it."""
     return hashlib.sha256(to_json(value).encode()).hexdigest()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import socket
 import ssl
 import time
@@ -42,6 +43,18 @@ def format_address(address: Sequence[object]) -> str:
     """
     host, port = str(address[0]), address[1]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def source_of(host: str) -> str:
+    """Return what one machine cannot choose freely of its address: all of IPv4, the network of IPv6.
+
+    >>> source_of("10.0.0.5"), source_of("2001:db8:0:1::7"), source_of("::1")
+    ('10.0.0.5', '2001:db8:0:1::', '::')
+    """
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv4Address) or address.ipv4_mapped is not None:
+        return str(address)
+    return str(ipaddress.ip_network((address, 64), strict=False).network_address)
 
 
 def is_loopback(host: str) -> bool:

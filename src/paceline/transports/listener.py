@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import os
 import secrets
 import select
@@ -25,6 +24,7 @@ from paceline.transports.connection import (
     listen,
     parse_address,
     require_token,
+    source_of,
 )
 from paceline.transports.frames import FrameKind, FrameReader, Reading, SendQueue
 from paceline.transports.tcp_server import TcpPeer
@@ -110,7 +110,7 @@ class UnauthenticatedPeer:
 
     def __init__(self, connection: Connection, token: bytes, binding: bytes, now: float) -> None:
         self.connection, self.peer, self.since = connection, connection.peer, now
-        self.source, self._accepted_at = _source_of(self.peer), time.time()
+        self.source, self._accepted_at = source_of(parse_address(self.peer)[0]), time.time()
         self._shaken = False  # whether the TLS handshake is done
         self._outbox = SendQueue()
         self._handshake = ServerHandshake(token, binding)
@@ -146,18 +146,6 @@ class UnauthenticatedPeer:
             request.refuse("this token is for observers, who only read: a worker needs the run's own")
             raise ProtocolError("it asked to join with the token of observers")
         return request
-
-
-def _source_of(peer: str) -> str:
-    """Return what one machine cannot choose freely of its address: all of IPv4, the network of IPv6.
-
-    >>> _source_of("10.0.0.5:7000"), _source_of("[2001:db8:0:1::7]:7000"), _source_of("[::1]:7000")
-    ('10.0.0.5', '2001:db8:0:1::', '::')
-    """
-    address = ipaddress.ip_address(parse_address(peer)[0].partition("%")[0])
-    if isinstance(address, ipaddress.IPv4Address) or address.ipv4_mapped is not None:
-        return str(address)
-    return str(ipaddress.ip_network((address, 64), strict=False).network_address)
 
 
 def _application(connection: Connection, outbox: SendQueue, handshake: ServerHandshake) -> Reading[dict[str, Any]]:

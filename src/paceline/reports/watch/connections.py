@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import ipaddress
 import socket
 import threading
 import time
 from dataclasses import dataclass
 from typing import Any
+
+from paceline.transports.connection import source_of
 
 MAX_CONNECTIONS = 100
 MAX_PER_ADDRESS = 40  # a browser has at most 6; several may share an address behind a proxy
@@ -37,7 +38,7 @@ class ConnectionTable:
 
     def admit(self, sock: socket.socket, address: str) -> bool:
         """Take a new connection in, if need be in place of another, which is shut down; return whether it is taken."""
-        new = _OpenConnection(sock, _network(address))
+        new = _OpenConnection(sock, source_of(address))
         with self._lock:
             own = [one for one in self._open.values() if one.address == new.address]
             place: _OpenConnection | None = None
@@ -77,17 +78,6 @@ class ConnectionTable:
         """The connection is closed."""
         with self._lock:
             self._open.pop(id(sock), None)
-
-
-def _network(address: str) -> str:
-    """Return what counts as one address: of IPv6 the 64 bits of a network, in which a host has as many as it likes.
-
-    >>> _network("10.0.0.1"), _network("2001:db8:0:1:aaaa::7")
-    ('10.0.0.1', '2001:db8:0:1::/64')
-    """
-    if ":" not in address:
-        return address
-    return str(ipaddress.ip_network((address.partition("%")[0], 64), strict=False))
 
 
 class HeadReader(io.RawIOBase):
