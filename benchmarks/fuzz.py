@@ -211,9 +211,9 @@ class _Packets:
     def __init__(self) -> None:
         self._slot = SharedBuffers.create(SIZES)
         self.hello = b"\1" + to_json({**JOIN, "sizes": SIZES, **FACTS}).encode()
-        push = shared_memory._PUSH.pack(2, 0, 0, 4, 32, 0.5, 0.1, 0.2, 0.3, 0.0)
+        push = shared_memory._PUSH.pack(2, 0, 0, 0, 4, 32, 0.5, 0.1, 0.2, 0.3, -1.0)
         metrics = b"\4" + to_json({"accuracy": "0.5"}).encode()
-        self.messages = [push, metrics, b"\5" + bytes(8), b"\6\1", b"\7" + bytes(4)]
+        self.messages = [push, metrics, b"\5\1", b"\6" + bytes(4), b"\10\0"]
         self._greeted = SharedMemoryPeer(socket.socket(), 0, 0)
         self._greeted.connection.close()
 
