@@ -19,7 +19,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_de
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=EPOCHS)
 loader = DataLoader(train, batch_size=32, shuffle=True)
 session = paceline.join()
-model, optimizer, scheduler, loader = session.prepare(model, optimizer, scheduler, loader, epochs=EPOCHS)
+model, optimizer, scheduler, loader = session.prepare(model, optimizer, scheduler, loader)
 
 for _epoch in range(EPOCHS):
     model.train()

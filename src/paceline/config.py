@@ -108,7 +108,7 @@ class RunConfig:
     rule: str = _strategy(
         "auto",
         "how the server applies a push: auto, plain, plain-early, damped, gap, compensated, dana, dana-slim, "
-        "cached, ringleader, ringmaster:R, buffered:K, foresight, foresight-fair or foresight-cached; with "
+        "cached, ringleader, ringmaster:R, buffered:K, ahead, foresight, foresight-fair or foresight-cached; with "
         "async-local: delayed",
     )
     average: str | None = _strategy(
@@ -208,6 +208,9 @@ class RunConfig:
     checkpoint_every: float = _run(60.0, "seconds between checkpoints", _positive)
     keep: int = _run(2, "number of checkpoints to keep", _at_least_one)
     restart: int = _run(0, "restart a killed server from checkpoint and log, at most this many times", _not_negative)
+    restart_workers: int = _run(
+        0, "start a killed worker process again, at most this many times in the whole run", _not_negative
+    )
     stall: float | None = _run(
         None,
         "drop a worker that makes no step for this many seconds and for 10 of its usual steps, like a lost one "
@@ -221,7 +224,11 @@ class RunConfig:
         "by checkpoint, or by skip-batch also without the batch that ended it",
         metavar="log|checkpoint|skip-batch",
     )
-    durable: bool = _run(False, "sync the log to disk before each reply, so that a power failure loses no push")
+    durable: bool = _run(
+        False,
+        "sync the log to disk before each reply, so that a power failure loses no push; 'paceline run' also keeps the "
+        "values of pushes, which only the script could compute again",
+    )
     snapshots: float | None = _run(
         None,
         "save the weights this many times per epoch, for 'paceline landscape'; each takes 4 bytes per parameter "
@@ -269,7 +276,7 @@ floats are zero, and averages, statistics of norm layers and dropped pushes are 
 SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only", "parameters")
 """Settings of a simulated cluster."""
 
-UPKEEP = ("keep", "restart", "stall", "recovery", "durable", "track", "robust")
+UPKEEP = ("keep", "restart", "restart_workers", "stall", "recovery", "durable", "track", "robust")
 """Settings of a run's files, and of what its server lets in, not of its training: `paceline resume` may change them."""
 
 SCRIPT_MAY_DECIDE = ("optimizer", "lr", "momentum", "nesterov", "betas", "weight_decay", "epochs", "epoch_mode")

@@ -21,6 +21,9 @@ from collections.abc import Iterable, Mapping
 
 MAX_NAMED = 30  # up to this many known names are all listed beside the nearest ones
 
+SERVER_GONE = "the server of this run is gone"
+"""What a worker says whose connection to the server has ended."""
+
 
 class PacelineError(Exception):
     """The root of the tree; the command line ends with `exit_code`."""
@@ -51,8 +54,8 @@ class RunFailed(PacelineError):
 class ServerLost(RunFailed):
     """The server process is gone; `what` says how, and the run can be resumed."""
 
-    def __init__(self, what: str, resume_hint: str) -> None:
-        super().__init__(f"{what}: nothing acknowledged is lost, {resume_hint}")
+    def __init__(self, what: str, resume_hint: str, keeps: str = "nothing acknowledged is lost") -> None:
+        super().__init__(f"{what}: {keeps}, {resume_hint}")
         self.what = what
 
 

@@ -254,6 +254,9 @@ class Policy(Protocol):
     def leave(self, worker: int) -> Decision:
         """`worker` is gone. The decision releases workers that waited only for it."""
 
+    def unblock(self) -> Decision:
+        """Release the workers that wait here: those that they wait for wait elsewhere, for these."""
+
     def clear(self) -> None:
         """Remove all workers, because the run restarts from its current state."""
 

@@ -14,7 +14,7 @@ from paceline.errors import UserError
 from paceline.interfaces import Report
 from paceline.reports.console import Console
 from paceline.runs.arrival_log import next_incarnation
-from paceline.runs.folder import RunFolder, holding
+from paceline.runs.folder import RunFolder, new_folder
 from paceline.settings.fault_table import Fault
 from paceline.settings.ranks import Rank, config_of
 from paceline.settings.resolve import check_names, check_processes, refuse_simulated, resolve
@@ -55,8 +55,7 @@ def train(
         return train_as_rank(config, rank, location, console.report)
     with _fork_server(config) as forks:  # it imports torch while this process finds the data
         config, location = resolve_dataset(config)
-        folder = RunFolder.create(config)
-        with holding(folder):
+        with new_folder(config) as folder:
             return folder, _run(config, folder, location, forks, console.report, 0, faults)
 
 

@@ -169,7 +169,6 @@ def test_the_table_agrees_with_the_axes(name: str) -> None:
     kind = STRATEGIES[name]
     config = RunConfig(strategy=f"{name}:3" if kind.letter else name)
     drifts, in_rounds = kind.axes.pushed is PushContent.DRIFT, kind.axes.waiting is Waiting.BARRIER
-    assert (why_not(config, Feature.OWN_LOOP) is not None) == drifts
     assert (why_not(config, Feature.LOCAL_STEPS) is not None) == (not drifts)
     assert (why_not(config, Feature.OUTER_OPTIMIZER) is None) == (kind.outer is not None)
     assert (why_not(config, Feature.RING_PATH) is None) == (Topology.RING in kind.axes.topologies)

@@ -104,6 +104,14 @@ CASES = {
         [*SAMPLE, "--strategy", "classic", "--restart", "2"],
         "--restart 2: strategy classic trains in the process of this command, which nothing starts again",
     ),
+    "workers of this very process": (
+        [*SAMPLE, "--strategy", "classic", "--restart-workers", "2"],
+        "--restart-workers 2: strategy classic has no worker processes",
+    ),
+    "workers that return to a ring": (
+        [*SAMPLE, "--strategy", "allreduce", "--restart-workers", "2"],
+        "--restart-workers 2: strategy allreduce is a ring, which no worker can join again",
+    ),
     "an unknown recovery": (["--recovery", "checkpoints"], "unknown recovery 'checkpoints': did you mean 'checkpoint'"),
     "target without evaluation": (["--target-accuracy", "90"], "add --eval-every"),
 }

@@ -29,6 +29,7 @@ CASES = {
 HOSTS = {
     "a number that differs": (["--workers", "5"], "--workers 5, but hosts lists 3: leave --workers out"),
     "restarts by one who starts workers": (["--restart", "2"], "--restart 2 is for 'paceline server'"),
+    "restarts of workers elsewhere": (["--restart-workers", "2"], "--restart-workers 2: this command does not start"),
     "a ring over ssh": (["--strategy", "allreduce"], "--strategy allreduce has no server"),
     "a task that is not there": (["--task", "none.py:build"], "--task "),
     "an address that is none": (["--listen", "here"], "address 'here': write HOST:PORT"),

@@ -316,3 +316,40 @@ def test_who_is_lost_or_drained_before_its_quota_has_not_finished() -> None:
     server.handle(Drain(1))
     push_downhill(server, 1, 0)
     assert server.num_live == 1 and server.roster.present == 1.0
+
+
+def done_but_for_a_lost_worker() -> Cluster:
+    """Worker 0 has reached its quota; worker 1 was lost before it had, and may return."""
+    cluster = Cluster(Async(), quota=2)
+    cluster.push(1)
+    cluster.handle(Leave(1, 0, returns=True))
+    for _ in range(2):
+        cluster.push(0)
+    assert cluster.told[0].finished and not cluster.server.finished
+    return cluster
+
+
+def test_training_is_not_over_while_a_lost_worker_may_return() -> None:
+    cluster = done_but_for_a_lost_worker()
+    cluster.join(1, 1)
+    cluster.push(1)
+    assert cluster.server.finished and cluster.server.version == 4
+
+
+def test_training_is_over_when_the_lost_worker_is_gone_for_good() -> None:
+    cluster = done_but_for_a_lost_worker()
+    cluster.handle(Leave(1, 1))
+    assert cluster.server.finished and cluster.server.version == 3
+
+
+def test_a_worker_that_may_return_is_part_of_a_checkpoint() -> None:
+    cluster = done_but_for_a_lost_worker()
+    facts = json.loads(json.dumps(server_facts(cluster.server), allow_nan=False))
+    other = Cluster(Async(), quota=2)
+    restore_server(other.server, facts, cluster.server.weights, cluster.server.rule_state)
+    other.handle(Leave(1, 1))
+    assert other.server.finished
+    resumed = Cluster(Async(), quota=2)
+    restore_server(resumed.server, facts, cluster.server.weights, cluster.server.rule_state)
+    resumed.handle(Resume())
+    assert not resumed.server.roster.returning and resumed.server.pending_workers == [1]

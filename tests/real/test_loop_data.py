@@ -60,3 +60,39 @@ def test_a_sampler_is_shared_replayed_and_taken_up_in_mid_pass(tmp_path: Path) -
     resumed = run("resume", "runs/cut", cwd=tmp_path)
     assert resumed.process.returncode == 0, resumed.err
     assert result_of(tmp_path / "runs/cut")["weights_sha256"] == result_of(tmp_path / "runs/whole")["weights_sha256"]
+
+
+DRAWN_BY_NEXT = """
+import torch, paceline
+from torch.utils.data import DataLoader, TensorDataset
+
+x = torch.arange(64.0)[:, None] / 64
+loader = DataLoader(TensorDataset(x, 2 * x), batch_size=8, shuffle=True)
+net = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+session = paceline.join()
+net, optimizer, loader = session.prepare(net, optimizer, loader, steps=20)
+
+def train(batches):
+    while True:
+        try:
+            x, y = next(batches)
+        except StopIteration:
+            batches = iter(loader)
+            x, y = next(batches)
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+        yield
+
+for _ in train(iter(loader)):
+    pass
+"""
+
+
+def test_a_loop_that_calls_next_ends_with_the_training_and_no_worker_is_lost(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(DRAWN_BY_NEXT)
+    command = run("run", "-n", "2", "--strategy", "sync", "--name", "run", "loop.py", cwd=tmp_path)
+    assert command.process.returncode == 0 and "Traceback" not in command.err and "was lost" not in command.err
+    assert "training is over, and the loop goes on" in command.err
+    assert result_of(tmp_path / "runs/run")["updates"] == 10

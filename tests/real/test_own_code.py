@@ -87,7 +87,7 @@ def test_a_lambda_cannot_be_built_by_workers(tmp_path: Path) -> None:
 
 
 def test_a_script_that_never_joins_is_told_so(tmp_path: Path) -> None:
-    (tmp_path / "idle.py").write_text("print('nothing to do')\n")
+    (tmp_path / "idle.py").write_text("import paceline\n\nprint('nothing to do')\n")
     command = run("run", "-n", "2", "idle.py", cwd=tmp_path)
     assert command.process.returncode == 2
     assert "without calling paceline.join()" in command.err and "Traceback" not in command.err
@@ -108,4 +108,4 @@ def test_one_workers_error_at_the_start_does_not_hang_the_others(tmp_path: Path)
     command = run("run", "-n", "2", "--strategy", "sync", "--lr", "0.05", "early.py", cwd=tmp_path)
     assert command.process.returncode == 0, command.err
     assert result_of(only_run(tmp_path))["status"] == "finished"
-    assert "worker 1 was lost (exit code 1)" in command.err
+    assert "worker 1 was lost (exit code 1, ValueError: no)" in command.err

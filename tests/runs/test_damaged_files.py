@@ -23,7 +23,7 @@ from paceline.runs.result import weights_sha256
 from paceline.runs.snapshots import read_best, read_index
 from paceline.system.sealed_weights import check_weights, seal_weights
 from paceline.system.strict_json import from_json, seal, to_json
-from paceline.tasks.script_model import load_frozen
+from paceline.tasks.script_model import load_tensors
 from tests.support.made_up_runs import accounts, log_events, progress, result_of, whole_run
 
 pytestmark = pytest.mark.long  # left to `make test`
@@ -261,7 +261,7 @@ def test_other_files_that_changed_are_one_line(tmp_path: Path) -> None:
         read_best(folder)
     folder.frozen_file.write_bytes(weights()[:-1] + b"\x01")
     with pytest.raises(UserError, match=r"frozen\.safetensors cannot be read"):
-        load_frozen(folder.frozen_file)
+        load_tensors(folder.frozen_file)
     rows = {"snapshots": [{"version": 3, "samples": 96, "epochs": 0.5, "sha256": "0", "extra": False}]}
     (folder.snapshots / "index.json").write_text(to_json(seal(rows)))
     assert read_index(folder)[0].samples == 96

@@ -43,7 +43,6 @@ class Broken:
 
 @pytest.mark.parametrize(("code", "found"), [(FULL, "no space is left"), (READ_ONLY, "Read-only file system")])
 @pytest.mark.parametrize("place", sorted(FIRST_WRITES))
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the log that was opened is not closed
 def test_a_run_that_cannot_begin_ends_in_one_line_and_leaves_no_folder(
     place: str,
     code: int,

@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from paceline.core.messages import Disposition, EstimatedStatistics, Join, Push, ReadWeights, Reply, SetLrFactor, Stop
-from paceline.core.server import server_facts
+from paceline.assembly.core import make_policy
+from paceline.assembly.run import make_roster
+from paceline.core.messages import Disposition, EstimatedStatistics, Join, Push, ReadOptimizer, ReadWeights, Reply, Stop
+from paceline.core.own_loop.settings import LoopLayout, Number, OwnLoops
+from paceline.core.own_loop.torch_optimizer import TorchOptimizer
+from paceline.core.rules.plain import Plain
+from paceline.core.schedules import Schedule, Training
+from paceline.core.server import Exchange, Server, server_facts
+from paceline.core.worker import LocalWorker
 from paceline.errors import RunFailed
 from paceline.runs import arrival_log as arrivals
 from paceline.runs.checkpoint import newest_checkpoint, write_checkpoint
+from paceline.runs.events import read_events
 from paceline.runtimes.local.in_process import run_inline
 from paceline.runtimes.server.runtime import LocalRuntime
-from tests.support.recorded_runs import Record, assert_same, checkpoint_now, records_of
+from tests.support.recorded_runs import (
+    Record,
+    RecordedRun,
+    assert_same,
+    checkpoint_now,
+    records_of,
+    small_config,
+    small_task,
+)
 from tests.support.rings import long_but
 
 pytestmark = pytest.mark.long  # left to `make test`
@@ -249,50 +268,95 @@ def test_what_an_own_loop_reads_and_estimates_is_logged_and_changes_nothing(reco
     run.join_all()
     run.push_at_random(3)
     before = server_facts(run.server)
-    inputs = [ReadWeights(1), ReadWeights(0, final=True), EstimatedStatistics(1, 27)]
+    inputs = [ReadWeights(1), ReadOptimizer(1), ReadWeights(0, final=True), EstimatedStatistics(1, 27)]
     for message in inputs:
         run.host.handle(message)
     assert server_facts(run.server) == before
     run.run_to_the_end()
     records = arrivals.read_arrivals(run.folder.arrivals_file, run.config)[0]
-    assert [one.message for one in records if one.kind in ("read", "statistics")] == inputs
+    assert [one.message for one in records if one.kind in ("read", "optimizer", "statistics")] == inputs
     replay = run.replay()
     replay.feed(records)
     assert_same(replay.server, run.server)
 
 
-def test_scripts_whose_schedules_disagree_are_told_so_once(record: Record) -> None:
-    run = record(strategy="sync", workers=2)
+class LoopRun(RecordedRun):
+    """Workers that push as users' own loops do: with the settings of an optimizer that the server steps."""
+
+    lrs: Callable[[int, int], float]
+
+    def new_server(self) -> Server:
+        task, config = small_task(), self.config
+        groups = (tuple(range(len(task.layout.parameters))),)
+        loop = LoopLayout(0, (Number(0, "lr"), Number(0, "betas", 0)), groups)
+        optimizer = TorchOptimizer(lambda made: torch.optim.Adam(made[0]), task.layout, loop)
+        parts = make_policy(config), Training(self.work.budget, Schedule(1.0)), make_roster(config)
+        exchange = Exchange(own_loops=OwnLoops(loop, [optimizer]))
+        return Server(task.initial(), Plain(optimizer), *parts, exchange)
+
+    def make_worker(self, join: Join) -> LocalWorker:
+        instance, number = super().make_worker(join), join.worker
+        compute, flags = instance.push, [1.0] * len(self.task.layout.parameters)
+        instance.memory.loop = torch.zeros(2 + len(flags), dtype=torch.float64)
+
+        def push() -> Push | None:
+            pushed = compute()
+            if pushed is None:
+                return None
+            instance.memory.loop[:] = torch.tensor([self.lrs(number, pushed.seq), 0.9, *flags], dtype=torch.float64)
+            return pushed._replace(loop=instance.memory.loop, weight=0.0 if pushed.seq == 2 else None)
+
+        instance.push = push  # type: ignore[method-assign]
+        return instance
+
+
+@pytest.fixture
+def record_loops(tmp_path: Path) -> Iterator[Callable[..., LoopRun]]:
+    """Make recorded runs of own loops, with the learning rate of each worker and push."""
+    runs: list[LoopRun] = []
+
+    def make(lrs: Callable[[int, int], float], **settings: Any) -> LoopRun:
+        runs.append(LoopRun(small_config(tmp_path, **settings)))
+        runs[-1].lrs = lrs
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+
+
+def test_scripts_whose_settings_disagree_are_told_so_once(record_loops: Callable[..., LoopRun]) -> None:
+    run = record_loops(lambda worker, seq: 0.5 if worker and seq > 1 else 0.125, strategy="sync", workers=2)
     run.join_all()
-    run.host.handle(SetLrFactor(1, 0.5))
     run.run_to_the_end()
-    notes = [row["text"] for row in run.rows if row["kind"] == "note"]
-    assert [text for text in notes if "learning rate of worker 0 is 1 times the first, that of 1 0.5" in text] == notes
-    assert len(notes) == 1 and "lr_disagreement" in run.folder.events_file.read_text()
+    (note,) = run.notes
+    assert "lr of worker 0 is 0.125, that of worker 1 0.5: a round uses the settings of the lowest-numbered" in note
+    (event,) = (row for row in read_events(run.folder.events_file) if row["kind"] == "settings_disagreement")
+    assert (event["used"], event["other"], event["setting"], event["values"]) == (0, 1, "lr", [0.125, 0.5])
     replay = run.replay()
     replay.feed(arrivals.read_arrivals(run.folder.arrivals_file, run.config)[0])
     assert_same(replay.server, run.server)
 
 
-def test_a_learning_rate_that_changed_is_logged_replayed_and_kept_by_a_checkpoint(record: Record) -> None:
-    run = record(strategy="async", workers=2)
+@pytest.mark.parametrize("strategy", ["async", "sync"])
+def test_settings_that_change_and_skipped_steps_are_replayed_and_kept_by_a_checkpoint(
+    record_loops: Callable[..., LoopRun], strategy: str
+) -> None:
+    run = record_loops(lambda worker, seq: (1 + worker) / (30 * (seq + 1)), strategy=strategy, workers=2)
     run.join_all()
-    run.push_at_random(3)
-    run.host.handle(SetLrFactor(0, 0.1 / 3))
-    run.push_at_random(3)
+    run.push_at_random(7)
     run.checkpoint()
     run.push_at_random(3)
-    assert run.server.lr == 0.1 * (0.1 / 3)
-    run.host.handle(SetLrFactor(0, 1.0))
     run.run_to_the_end()
+    assert run.server.skipped == 2 and run.server.version < run.server.taken
+    assert run.server.lr == run.server.own_loops.newest[0][0].item() < 0.01
     records = arrivals.read_arrivals(run.folder.arrivals_file, run.config)[0]
-    assert [one.message for one in records if one.kind == "rate"] == [SetLrFactor(0, 0.1 / 3), SetLrFactor(0, 1.0)]
     replay = run.replay()
     replay.feed(records)
     assert_same(replay.server, run.server)
     checkpoint, _ = newest_checkpoint(run.folder.checkpoints)
-    assert checkpoint is not None
+    assert checkpoint is not None and checkpoint.facts["loops"].keys() == {"0", "1"}
     tail = run.replay(checkpoint=checkpoint)
-    assert tail.server.lr_factors == {0: 0.1 / 3}
+    assert tail.server.rule_state.keys() == run.server.rule_state.keys() and tail.server.version < run.server.version
     tail.feed(arrivals.read_arrivals(run.folder.arrivals_file, run.config, checkpoint.log_offset)[0])
     assert_same(tail.server, run.server)

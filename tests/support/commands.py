@@ -73,8 +73,9 @@ class Command:
 
     def forked(self) -> list[int]:
         """Server and workers, in the order they were forked: the server first."""
-        fork_server = self.fork_server()
-        return sorted(pid for pid in self.family() if _parent(pid) == fork_server)
+        fork_server, largest = self.fork_server(), int(Path("/proc/sys/kernel/pid_max").read_text())
+        forked = [pid for pid in self.family() if _parent(pid) == fork_server]
+        return sorted(forked, key=lambda pid: (pid - fork_server) % largest)  # process ids begin again at the largest
 
     def fork_server(self) -> int:
         """The process that forks the others."""
@@ -104,6 +105,11 @@ def wait_for_records(folder: Path, count: int, seconds: float = PATIENCE) -> Non
     """Until the run's log holds at least `count` records."""
     log = folder / "arrivals.log"
     until(lambda: log.exists() and log.stat().st_size > count * RECORD_BYTES, f"{count} records of {folder}", seconds)
+
+
+def wait_for_more_records(folder: Path, count: int) -> None:
+    """Until the run's log holds `count` records more than now."""
+    wait_for_records(folder, (folder / "arrivals.log").stat().st_size // RECORD_BYTES + count)
 
 
 def wait_until_gone(command: Command) -> None:

@@ -7,7 +7,7 @@ from paceline.core.rules.averaged import Averaged
 from paceline.core.rules.buffered import Buffered, Delayed
 from paceline.core.rules.cached import Cached
 from paceline.core.rules.dana import Dana, DanaSlim
-from paceline.core.rules.foresight import Foresight, ForesightCached, ForesightFair
+from paceline.core.rules.foresight import Ahead, Foresight, ForesightCached, ForesightFair
 from paceline.core.rules.lr_scaling import LrScaling
 from paceline.core.rules.plain import Plain, ReplyBeforeApply
 from paceline.core.rules.ringleader import Ringleader
@@ -28,6 +28,7 @@ RULES: dict[str, MakeRule] = {
     "foresight-cached": lambda max_workers: ForesightCached(0.9, max_workers, GradientTransform(0.01, 5.0)),
     "foresight": lambda max_workers: Foresight(0.9, max_workers),
     "foresight-fair": lambda max_workers: ForesightFair(0.9, max_workers),
+    "ahead": lambda max_workers: Ahead(Adam(), Adam(), max_workers),
     "paced": lambda max_workers: LrScaling(Averaged(Foresight(0.9, max_workers)), 2),
     "plain-early": lambda max_workers: ReplyBeforeApply(Sgd(0.9)),
     "averaged": lambda max_workers: Averaged(ForesightCached(0.9, max_workers)),

@@ -85,7 +85,7 @@ class RecordedRun:
         self.folder = RunFolder.create(self.config)
         self.task = small_task()
         self.work = work_of(self.task, self.config)
-        self.server = make_server(self.config, self.task, self.work)
+        self.server = self.new_server()
         self.runtime = self.runtime or LocalRuntime(lambda reply: self.deliver(reply))
         pieces = self.config, self.folder, self.rows.append
         self.host = Host(self.server, self.task, self.work, *pieces, self.runtime)

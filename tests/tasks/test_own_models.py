@@ -19,7 +19,6 @@ from paceline.assembly.task import initial_seed, make_task, seed_generators
 from paceline.config import RunConfig
 from paceline.runtimes.scripts.bound_model import BoundModel
 from paceline.settings.resolve import resolve
-from paceline.tasks.flat import FlatModule
 from tests.support import odd_models
 from tests.support.odd_models import MODELS, token_data
 
@@ -28,15 +27,16 @@ pytestmark = pytest.mark.long  # left to `make test`
 SETTINGS: dict[str, Any] = {"strategy": "classic", "lr": 0.2, "momentum": 0.9, "epochs": 3.0, "batch_size": 8}
 
 
-def trained_plainly(model: nn.Module, batches: list[Any]) -> dict[str, Tensor]:
-    """What everybody writes."""
+def trained_plainly(model: nn.Module, batches: list[Any], fills: bool = True) -> dict[str, Tensor]:
+    """What everybody writes. With `fills`, a parameter without a gradient has one of zeros, as for the server's own."""
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(wanted, lr=0.2, momentum=0.9)
     for x, y in batches:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         for parameter in wanted:  # torch leaves a parameter alone that got no gradient; its momentum goes on here
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if parameter.grad is None and fills:
+                parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
     return model.state_dict()
 
@@ -87,11 +87,11 @@ def test_a_loop_of_ones_own_trains_as_a_plain_one(name: str, handed: bool) -> No
     for _ in range(3 if handed else 1):
         for x, y in loader:
             seen.append((x, y))
-            optimizer.zero_grad(set_to_none=not handed)  # the server cannot skip a parameter without a gradient
+            optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step() if handed else session.step()
     assert len(seen) == 18 and session.finished and len(loader) == 6
-    assert_alike(model.state_dict(), trained_plainly(seeded(plain), seen))
+    assert_alike(model.state_dict(), trained_plainly(seeded(plain), seen, fills=not handed))
 
 
 def familiar(schedule: bool, accumulate: int, kind: str) -> tuple[nn.Module, nn.Module]:
@@ -107,9 +107,9 @@ def familiar(schedule: bool, accumulate: int, kind: str) -> tuple[nn.Module, nn.
         ]
         optimizers.append(getattr(torch.optim, kind)(groups, **options, **made))
         schedulers.append(torch.optim.lr_scheduler.LambdaLR(optimizers[-1], lambda step: min(1.0, step / 7)))
-    session = paceline.join()
+    session = paceline.join(RunConfig(strategy="classic"))
     data = DataLoader(TensorDataset(*token_data(48)), batch_size=8, shuffle=True)
-    _, *_, loader = session.prepare(models[0], optimizers[0], schedulers[0], data, epochs=2, accumulate=accumulate)
+    _, *_, loader = session.prepare(models[0], optimizers[0], schedulers[0], data, epochs=2)
     number = 0
     for _ in range(2):
         for number, (x, y) in enumerate(loader):
@@ -133,52 +133,54 @@ def test_schedules_accumulation_clipping_and_decay_groups_stay_in_the_loop(kind:
     assert_alike(ours.state_dict(), plain.state_dict())
 
 
-def test_a_model_on_another_device_computes_on_a_copy_there() -> None:
-    """Where a GPU is, its memory is not the server's; here a second memory of the CPU stands for it."""
-
-    class Elsewhere:
-        type = "elsewhere"
-
-    def copied(self: Tensor, device: Any, copy: bool) -> Tensor:
-        return self.clone()
-
-    model = seeded(odd_models.Buffered)
-    bound = BoundModel.__new__(BoundModel)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", copied)
-        bound.__init__(FlatModule(model), Elsewhere())  # type: ignore[arg-type,misc]
-    bound.renew()
+def test_a_model_in_another_memory_computes_on_a_copy_there() -> None:
+    """Where a GPU is, its memory is not the server's; here parameters of another type have a memory of their own."""
+    model = seeded(odd_models.Buffered).double()
+    bound = BoundModel([model], dict(model.named_parameters()), 0)
+    bound.renew(fully=True)
     x, y = token_data()
     nn.functional.cross_entropy(model(x), y).backward()
-    bound.collect()
+    flags = bound.collect()
+    assert flags == [float(parameter.grad is not None) for parameter in model.parameters()] and any(flags)
     views = bound.flat.layout.views(bound.slot.update)
-    assert torch.equal(views["output.bias"], model.output.bias.grad) and views["output.bias"].any()  # type: ignore
+    assert torch.equal(views["output.bias"], model.output.bias.grad.float()) and views["output.bias"].any()  # type: ignore
     states = bound.flat.state_layout.views(bound.slot.state)
-    assert torch.equal(states["norm.running_mean"], model.norm.running_mean)  # type: ignore[arg-type]
+    assert torch.equal(states["norm.running_mean"], model.norm.running_mean.float())  # type: ignore[operator,union-attr]
     bound.slot.weights.zero_()
     assert model.output.bias.any()  # type: ignore[union-attr,operator]
-    bound.renew()
+    bound.renew(fully=True)
     assert not model.output.bias.any() and not views["output.bias"].is_set_to(model.output.bias.grad)  # type: ignore
+
+
+class Wrapped:
+    """Steps an optimizer, and is none."""
+
+    def step(self) -> None: ...
 
 
 SGD = torch.optim.SGD
 MISTAKES: dict[str, tuple[Any, str]] = {
-    "a loader without epochs": (lambda m, d: (m, DataLoader(d, 8)), "as in epochs=10"),
-    "no data": (lambda m, d: (m, SGD(m.parameters(), 0.1)), "0 data sets or loaders"),
-    "two loaders": (lambda m, d: (m, DataLoader(d, 8), DataLoader(d, 8)), "2 data sets or loaders"),
-    "no model": (lambda m, d: (d, m), "the first thing is the model"),
+    "nothing": (lambda m, d: (), "the first thing is the model"),
+    "no model": (lambda m, d: (d,), r"session.prepare\(TensorDataset, ...\): the first thing is the model"),
     "another model's optimizer": (
         lambda m, d: (m, d, SGD(nn.Linear(1, 1).parameters(), 0.1)),
-        "that the model has not",
+        "no parameter of the model",
     ),
-    "an unknown optimizer": (lambda m, d: (m, d, torch.optim.RMSprop(m.parameters(), 0.1)), "the server has SGD, Adam"),
-    "a strange setting": (lambda m, d: (m, d, SGD(m.parameters(), 0.1, maximize=True)), "maximize=True"),
-    "two learning rates": (
-        lambda m, d: (m, d, SGD([{"params": [p], "lr": 0.1 + p.dim()} for p in m.parameters()])),
-        "groups with learning rates",
+    "a parameter in two optimizers": (
+        lambda m, d: (m, SGD(m.parameters(), 0.1), SGD(m.parameters(), 0.1)),
+        "is in two optimizers",
     ),
-    "a stream": (lambda m, d: (m, iter(d)), "cannot be indexed"),
-    "batches of the data set": (lambda m, d: (m, DataLoader(d, batch_size=None)), "batch_size=None"),
+    "another optimizer's schedule": (
+        lambda m, d: (m, SGD(m.parameters(), 0.1), torch.optim.lr_scheduler.StepLR(SGD(m.parameters(), 0.1), 3)),
+        "belongs to another optimizer",
+    ),
+    "a wrapped optimizer": (lambda m, d: (m, Wrapped()), "Wrapped has a step"),
+    "a complex parameter": (
+        lambda m, d: (m, SGD([*m.parameters(), nn.Parameter(torch.zeros(1, dtype=torch.complex64))], 0.1)),
+        r"parameter optimizer0.\d is torch.complex64",
+    ),
+    "nothing to train": (lambda m, d: (m.requires_grad_(False), d), "nothing to train"),
+    "an iterator": (lambda m, d: (m, object()), "has no length or cannot be indexed"),
 }
 
 
@@ -186,8 +188,21 @@ MISTAKES: dict[str, tuple[Any, str]] = {
 def test_a_misfit_is_one_clear_line(what: str) -> None:
     make, message = MISTAKES[what]
     with pytest.raises(paceline.UserError, match=message) as error:
-        paceline.join().prepare(*make(odd_models.Tied(), TensorDataset(*token_data())))
+        paceline.join(RunConfig(strategy="classic")).prepare(*make(odd_models.Tied(), TensorDataset(*token_data())))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("length", [{"epochs": 0}, {"epochs": -1.0}, {"epochs": float("nan")}, {"steps": 0}], ids=str)
+def test_a_length_that_is_none_is_one_clear_line(length: dict[str, Any]) -> None:
+    with pytest.raises(paceline.UserError, match="give positive numbers"):
+        paceline.join(RunConfig(strategy="classic")).prepare(odd_models.Tied(), token_data(), **length)
+
+
+def test_all_is_prepared_at_once() -> None:
+    session = paceline.join(RunConfig(strategy="classic"))
+    session.prepare(odd_models.Tied(), token_data())
+    with pytest.raises(paceline.UserError, match=r"session.prepare\(...\) was called twice"):
+        session.prepare(odd_models.Tied(), token_data())
 
 
 def test_what_the_script_says_and_the_command_line_says_must_agree() -> None:
@@ -197,21 +212,32 @@ def test_what_the_script_says_and_the_command_line_says_must_agree() -> None:
         paceline.join(RunConfig(strategy="classic", lr=0.3)).prepare(model, optimizer, token_data())
 
 
-def test_a_step_without_its_batch_or_before_it_is_whole_is_told_so() -> None:
-    session = paceline.join()
-    model = odd_models.Tied()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    data = DataLoader(TensorDataset(*token_data()), batch_size=8)
-    _, _, loader = session.prepare(model, optimizer, data, epochs=1, accumulate=2)
-    with pytest.raises(paceline.UserError, match=r"each batch of the loader that session.prepare\(\.\.\.\) returned"):
-        optimizer.step()
+def test_steps_and_batches_need_not_go_together() -> None:
+    """Steps without a batch, two after one, a pass that is broken off: as in plain torch."""
+    models = [seeded(odd_models.Tied) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in models]
+    session = paceline.join(RunConfig(strategy="classic"))
+    data = DataLoader(TensorDataset(*token_data(48)), batch_size=8)
+    _, _, loader = session.prepare(models[0], optimizers[0], data)
+
+    def step(times: int, *batches: Any) -> None:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for _ in range(times):
+                optimizer.zero_grad()
+                for x, y in batches:
+                    nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+    fixed = token_data(8)
+    step(2, fixed)  # before any batch
     batches = iter(loader)
-    next(batches)
-    with pytest.raises(paceline.UserError, match="a step 1 batches too early"):
-        optimizer.step()
-    next(batches)
-    with pytest.raises(paceline.UserError, match="to step after several"):
-        next(batches)
+    step(1, next(batches))
+    step(2, next(batches), next(batches))
+    first = next(iter(loader))[0]  # another pass, without a step, and the last one is not finished
+    step(3, fixed)
+    assert torch.equal(first, token_data(48)[0][:8]) and len(list(loader)) == 6
+    assert session.iteration == 8 and not session.finished
+    assert_alike(models[0].state_dict(), models[1].state_dict())
 
 
 def test_a_reported_figure_that_is_the_target_ends_the_loop() -> None:

@@ -50,6 +50,14 @@ class ReportedMetrics:
                 found.setdefault(name, ReportedValue(worker, value))
         return found
 
+    def rows(self, lost: Collection[Any] = ()) -> dict[str, Any]:
+        """Rows of the result: the value that holds for each metric, and all by worker; none without a report."""
+        found = self.values(lost)
+        if not found:
+            return {}
+        reported = {str(worker): self.by_worker[worker] for worker in sorted(self.by_worker)}
+        return {"metrics": {name: one.value for name, one in found.items()}, "reported": reported}
+
     def goal_value(self, metric: str, lost: Collection[Any] = ()) -> float | None:
         """The value that a target is compared with.
 

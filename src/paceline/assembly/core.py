@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from paceline.config import RunConfig, max_workers_of
@@ -56,8 +57,18 @@ def _schedule(config: RunConfig) -> Schedule:
     return Schedule((config.lr or 0.0) * lr_scale(config), kind, factor, config.warmup, passes)
 
 
-def make_rule(config: RunConfig, layout: Layout, max_workers: int | None = None, skew: float | None = None) -> Rule:
-    """The update rule; if it keeps a row for each worker, for `max_workers` of them (default: the config's)."""
+def make_rule(
+    config: RunConfig,
+    layout: Layout,
+    max_workers: int | None = None,
+    skew: float | None = None,
+    optimizer: Callable[[], Optimizer] | None = None,
+    grouped: Callable[[Rule], Rule] | None = None,
+) -> Rule:
+    """The update rule; if it keeps a row for each worker, for `max_workers` of them (default: the config's).
+
+    A user's own loop brings its `optimizer`, and wraps a rule with momentum of its own by `grouped`.
+    """
 
     def prepared() -> GradientTransform:
         from paceline.core.optimizers import GradientTransform
@@ -65,7 +76,7 @@ def make_rule(config: RunConfig, layout: Layout, max_workers: int | None = None,
         return GradientTransform(config.weight_decay, config.clip, _decay_mask(layout) if config.weight_decay else None)
 
     places = max_workers or max_workers_of(config)
-    return build_rule(config, places, lambda: make_optimizer(config, layout), prepared, skew)
+    return build_rule(config, places, optimizer or (lambda: make_optimizer(config, layout)), prepared, skew, grouped)
 
 
 def make_aggregate(config: RunConfig) -> TrimmedMean | None:

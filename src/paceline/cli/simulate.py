@@ -31,14 +31,14 @@ SOAK_DESCRIPTION = """Simulate random clusters, strategies and faults, and check
   paceline soak --seeds 2000
   paceline soak --seeds 1 --first 4711                        repeat one seed
   paceline soak --seeds 1 --first 4711 --faults faults.toml   with the faults of a file"""
-NOT_INHERITED = ("name", "runs", "faults", "delay", "snapshots", "restart", "stall", "durable")
+NOT_INHERITED = ("name", "runs", "faults", "delay", "snapshots", "restart", "restart_workers", "stall", "durable")
 
 
 def simulate_verb(arguments: list[str]) -> int:
     parser = Parser("simulate", SIMULATE_DESCRIPTION, "paceline simulate [RUN.toml] [flags]")
     add_trust(parser)
     parser.add("file", "file of settings; flags override it", nargs="?", metavar="RUN.toml")
-    add_settings(parser, left_out=("device", "restart", "stall", "durable"))
+    add_settings(parser, left_out=("device", "restart", "restart_workers", "stall", "durable"))
     parser.add("--json", "print result.json on standard output at the end", action="store_true")
     parsed = parser.parse_strictly(arguments)
     config = config_from(parsed, parsed.file, _settings_of(parsed))

@@ -21,6 +21,7 @@ class BufferSizes(NamedTuple):
     payload: int | None = None  # the largest encoded push; None if a push is the gradient itself
     pulled: int | None = None  # the largest encoded reply; None if a reply is weights
     local_state: int = 0
+    loop: int = 0  # numbers that a user's own loop sends with each push
 
     def parts(self) -> dict[str, tuple[torch.dtype, int]]:
         """Type and length of every part, in memory order."""
@@ -30,6 +31,7 @@ class BufferSizes(NamedTuple):
             "state": (torch.float32, self.state),
             "pulled": (torch.uint8, 0 if self.pulled is None else COUNT_NBYTES + self.pulled),
             "local_state": (torch.uint8, 2 * self.local_state),
+            "loop": (torch.float64, self.loop),
         }
 
 
@@ -44,6 +46,7 @@ class WorkerBuffers:
     def __init__(self, sizes: BufferSizes, parts: Mapping[str, Tensor]) -> None:
         self.sizes = sizes
         self.weights, self.update, self.state = parts["weights"], parts["update"], parts["state"]
+        self.loop = parts["loop"]
         self._reply = parts["pulled"]
         self.pulled = parts["pulled"][COUNT_NBYTES:]
         self._count = parts["pulled"][:COUNT_NBYTES].view(torch.int64)

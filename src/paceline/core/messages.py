@@ -30,7 +30,8 @@ class Push(NamedTuple):
 
     `update` (with a codec: the encoded payload) and `state` are views of the worker's memory: read them only before
     the worker is answered. `loss` is what `loss_of_push` returns. The mean of a round weighs a push by its `weight`, or
-    by its samples if it has none; budgets and schedules go by samples.
+    by its samples if it has none; budgets and schedules go by samples. A push of weight 0 passes the barrier and
+    changes nothing: a `GradScaler` skipped the step. `loop` is what a user's own loop says (see `OwnLoops`).
     """
 
     worker: int
@@ -42,6 +43,8 @@ class Push(NamedTuple):
     update: Tensor
     state: Tensor
     weight: float | None = None
+    loop: Tensor | None = None
+    optimizer: int = 0  # of several in one loop, the one that steps
 
 
 def loss_of_push(loss: float | None) -> float:
@@ -57,10 +60,15 @@ def loss_of_push(loss: float | None) -> float:
 
 
 class Leave(NamedTuple):
-    """A worker is gone: it finished, was lost, or will never join."""
+    """A worker is gone: it finished, was lost, or will never join. `done`: its own loop has come to its end.
+
+    If it may come back (`returns`), the run is not over before it has joined again, or has left for good.
+    """
 
     worker: int
     incarnation: int
+    done: bool = False
+    returns: bool = False
 
 
 class Expel(NamedTuple):
@@ -95,24 +103,21 @@ class SetLocalSteps(NamedTuple):
     steps: int
 
 
-class SetLrFactor(NamedTuple):
-    """Change a setting: from its next push on, the learning rate of `worker` is `factor` times that of the schedule.
-
-    It follows the scheduler in that worker's own training loop. A round uses that of the lowest-numbered live one.
-    """
-
-    worker: int
-    factor: float
-
-
 class ReadWeights(NamedTuple):
     """A user's own loop reads the weights that would be saved now, or (`final`) those that are saved at the end.
 
-    It changes nothing, and neither does `EstimatedStatistics`: they are logged for a replay to answer them in order.
+    It changes nothing, and neither do the next two: they are logged for a replay to answer them in order.
     """
 
     worker: int
     final: bool = False
+
+
+class ReadOptimizer(NamedTuple):
+    """A user's own loop reads the state of one of its optimizers, which the server holds."""
+
+    worker: int
+    optimizer: int = 0
 
 
 class EstimatedStatistics(NamedTuple):
@@ -148,7 +153,7 @@ class Resume:
     lost: int = 0
 
 
-OwnLoopInput: TypeAlias = SetLrFactor | ReadWeights | EstimatedStatistics
+OwnLoopInput: TypeAlias = ReadWeights | ReadOptimizer | EstimatedStatistics
 GuardInput: TypeAlias = Expel | Discard | SkipBatch
 Input: TypeAlias = Join | Push | Leave | GuardInput | SetLocalSteps | OwnLoopInput | Drain | Stop | Resume
 
@@ -180,6 +185,8 @@ class Reply(NamedTuple):
     dropped: int = 0
     """Dropped pushes of this worker that count as steps of its own loop; `batch` does not count them."""
     discarded: int = 0
+    optimizer: int = 0
+    """The optimizer whose push is answered, of several in one loop."""
 
 
 class Disposition(enum.IntEnum):

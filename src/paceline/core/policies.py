@@ -20,6 +20,9 @@ class Async:
     def leave(self, worker: int) -> Decision:
         return Decision()
 
+    def unblock(self) -> Decision:
+        return Decision()
+
     def clear(self) -> None:
         pass
 
@@ -86,9 +89,12 @@ class Barrier:
         self._next.pop(worker, None)
         return self._close()
 
-    def _close(self) -> Decision:
+    def unblock(self) -> Decision:
+        return self._close(1) if self._pushed else Decision()
+
+    def _close(self, at_most: int | None = None) -> Decision:
         live = len(self._live)
-        needed = max(1, min(live, max(live, self._num_workers) - self.spare))
+        needed = at_most or max(1, min(live, max(live, self._num_workers) - self.spare))
         if len(self._pushed) < needed and (self._live or not self._next):
             return Decision()
         closed, entering = tuple(self._pushed), tuple(self._next)
@@ -145,6 +151,12 @@ class StaleSynchronous:
         self._at[clock] -= 1
         self._waiting.get(clock, set()).discard(worker)
         return Decision(release=self._within_bound(None))
+
+    def unblock(self) -> Decision:
+        """Their clocks stay ahead, so each waits again after its next push."""
+        free = sorted(worker for workers in self._waiting.values() for worker in workers)
+        self._waiting.clear()
+        return Decision(release=tuple(free))
 
     def _within_bound(self, pushed: int | None) -> tuple[int, ...]:
         """Workers that may go on: if the slowest has moved, all within the bound, else those at the clock `pushed`."""

@@ -10,24 +10,42 @@ from dataclasses import dataclass
 class Budget:
     """When training ends: after `samples` samples, after `steps` updates, or (`per_worker`) when every worker is done.
 
-    With `per_worker`, `samples` is the sum over all workers' passes and only scales the schedules.
+    With `per_worker`, `samples` is the sum over all workers' passes and only scales the schedules; it is 0 if users'
+    own loops alone decide when to stop. With `pushes`, training ends after that many pushes, or local steps.
     """
 
     samples: int
     epoch_samples: int
     steps: int | None = None
     per_worker: bool = False
+    pushes: int | None = None
 
-    def exhausted(self, samples: int, version: int) -> bool:
+    def exhausted(self, samples: int, version: int, pushes: int = 0) -> bool:
         """Whether the budget is used up. An `per_worker` budget never is: it ends by the workers' quotas."""
+        if self.pushes is not None and pushes >= self.pushes:
+            return True
         if self.steps is not None:
             return version >= self.steps
         return not self.per_worker and samples >= self.samples
 
+    def local_steps(self, steps: int, taken: int, workers: int) -> int:
+        """How many local steps to ask a worker for: `steps`, or its share of what is left.
+
+        >>> [Budget(0, 1, pushes=50).local_steps(20, taken, workers=2) for taken in (0, 40, 49)]
+        [20, 5, 1]
+        """
+        return steps if self.pushes is None else max(1, min(steps, -(-(self.pushes - taken) // max(1, workers))))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the length of training is known, not only to users' own loops."""
+        return self.steps is not None or self.samples > 0
+
     def fraction(self, samples: int, version: int) -> float:
-        """How much of training is done, from 0 to 1."""
-        done = version / self.steps if self.steps is not None else samples / self.samples
-        return min(1.0, done)
+        """How much of training is done, from 0 to 1; 0 if it is not known."""
+        if self.steps is not None:
+            return min(1.0, version / self.steps)
+        return min(1.0, samples / self.samples) if self.samples else 0.0
 
 
 @dataclass(frozen=True)

@@ -155,10 +155,11 @@ class Console:
 
     def _progress(self, row: dict[str, Any]) -> None:
         if self._fancy:
-            self._draw(row["fraction"], _figures(row))
+            self._draw(row["fraction"] or 0.0, _figures(row))
         elif not self._quiet and time.monotonic() >= self._next_line and row["updates"]:
             self._next_line = time.monotonic() + self._between_lines()
-            self.note(f"{100 * row['fraction']:3.0f} %  update {row['updates']}  {_figures(row)}")
+            share = f"{100 * row['fraction']:3.0f} %  " if row["fraction"] is not None else ""
+            self.note(f"{share}update {row['updates']}  {_figures(row)}")
 
     def _between_lines(self) -> float:
         """Return the seconds until the next plain line; they grow with the run, so that a day is a hundred lines."""

@@ -26,10 +26,10 @@ from paceline.core.messages import (
     Leave,
     OwnLoopInput,
     Push,
+    ReadOptimizer,
     ReadWeights,
     Resume,
     SetLocalSteps,
-    SetLrFactor,
     SkipBatch,
     Stop,
 )
@@ -39,8 +39,9 @@ from paceline.runs.durable_files import sync_folder
 _RECORD = struct.Struct("<BBHIIIIfd")
 _CHECK = struct.Struct("<I")
 RECORD_BYTES = _RECORD.size + _CHECK.size
-_JOIN, _PUSH, _LEAVE, _STOP, _RESUME, _STEPS, _DRAIN, _RATE, _READ, _STATISTICS = range(1, 11)
-_EXPEL, _DISCARD, _SKIP = range(11, 14)
+_JOIN, _PUSH, _LEAVE, _STOP, _RESUME, _STEPS, _DRAIN = range(1, 8)
+_READ, _STATISTICS, _EXPEL, _DISCARD, _SKIP, _OPTIMIZER = range(9, 15)
+_PUSH_OF = 128  # plus the number of the optimizer, if that is not the first
 _NO_QUOTA = 0xFFFFFFFF
 PUSH_KIND, RESUME_KIND = _PUSH, _RESUME  # record kinds as the first byte of a record stores them
 MAGIC = b"paceline arrivals 1 "
@@ -60,6 +61,7 @@ class Record:
     loss: float
     now: float
     disposition: Disposition
+    optimizer: int = 0
 
     @property
     def message(self) -> Join | Leave | GuardInput | SetLocalSteps | OwnLoopInput | Drain | Stop | Resume:
@@ -69,15 +71,15 @@ class Record:
                 quota = None if self.seq == _NO_QUOTA else self.seq
                 return Join(self.worker, self.incarnation, quota, self.reply, bool(self.samples))
             case "leave":
-                return Leave(self.worker, self.incarnation)
+                return Leave(self.worker, self.incarnation, bool(self.seq), bool(self.reply))
             case "expel" | "discard" | "skip":
                 return self._guard_input
             case "steps":
                 return SetLocalSteps(self.worker, self.seq)
-            case "rate":
-                return SetLrFactor(self.worker, struct.unpack("<d", struct.pack("<II", self.seq, self.reply))[0])
             case "read":
                 return ReadWeights(self.worker, bool(self.seq))
+            case "optimizer":
+                return ReadOptimizer(self.worker, self.seq)
             case "statistics":
                 return EstimatedStatistics(self.worker, self.samples)
             case "drain":
@@ -109,28 +111,33 @@ class ArrivalLog:
         self._failure: OSError | None = None
         self.nbytes = os.fstat(self._fd).st_size
         if not self.nbytes:
-            self._write(MAGIC + fingerprint(config).encode() + b"\n")
-            self.sync()
-            sync_folder(path.parent)
+            try:
+                self._write(MAGIC + fingerprint(config).encode() + b"\n")
+                self.sync()
+                sync_folder(path.parent)
+            except OSError:
+                self.close()
+                raise
 
     def append(self, message: messages.Input, disposition: Disposition, now: float) -> None:
         """Append one record and hand it to the operating system before returning."""
         match message:
             case Push(worker, incarnation, seq, reply, samples, loss):
-                fields = (_PUSH, disposition, worker, incarnation, seq, reply, samples, loss, now)
+                kind = _PUSH if not message.optimizer else _PUSH_OF + message.optimizer
+                fields = (kind, disposition, worker, incarnation, seq, reply, samples, loss, now)
             case Join(worker, incarnation, quota, threads, own_loop):
                 amount = _NO_QUOTA if quota is None else quota
                 fields = (_JOIN, disposition, worker, incarnation, amount, threads, own_loop, 0.0, now)
-            case Leave(worker, incarnation):
-                fields = (_LEAVE, disposition, worker, incarnation, 0, 0, 0, 0.0, now)
+            case Leave(worker, incarnation, done, returns):
+                fields = (_LEAVE, disposition, worker, incarnation, int(done), int(returns), 0, 0.0, now)
             case Expel() | Discard() | SkipBatch():
                 kind, incarnation, seq = _guard_fields(message)
                 fields = (kind, disposition, message.worker, incarnation, seq, 0, 0, 0.0, now)
             case SetLocalSteps(worker, steps):
                 fields = (_STEPS, disposition, worker, 0, steps, 0, 0, 0.0, now)
-            case SetLrFactor() | ReadWeights() | EstimatedStatistics():
-                kind, seq, reply, samples = _own_loop_fields(message)
-                fields = (kind, disposition, message.worker, 0, seq, reply, samples, 0.0, now)
+            case ReadWeights() | ReadOptimizer() | EstimatedStatistics():
+                kind, seq, samples = _own_loop_fields(message)
+                fields = (kind, disposition, message.worker, 0, seq, 0, samples, 0.0, now)
             case Drain(worker):
                 fields = (_DRAIN, disposition, worker, 0, 0, 0, 0, 0.0, now)
             case Stop():
@@ -162,15 +169,15 @@ class ArrivalLog:
         os.close(self._fd)
 
 
-def _own_loop_fields(message: OwnLoopInput) -> tuple[int, int, int, int]:
-    """The kind, seq, reply and samples of a record."""
+def _own_loop_fields(message: OwnLoopInput) -> tuple[int, int, int]:
+    """The kind, seq and samples of a record."""
     match message:
-        case SetLrFactor(_, factor):
-            return (_RATE, *struct.unpack("<II", struct.pack("<d", factor)), 0)
         case ReadWeights(_, final):
-            return _READ, int(final), 0, 0
+            return _READ, int(final), 0
+        case ReadOptimizer(_, optimizer):
+            return _OPTIMIZER, optimizer, 0
         case EstimatedStatistics(_, samples):
-            return _STATISTICS, 0, 0, samples
+            return _STATISTICS, 0, samples
 
 
 def _guard_fields(message: GuardInput) -> tuple[int, int, int]:
@@ -185,7 +192,7 @@ def _guard_fields(message: GuardInput) -> tuple[int, int, int]:
 
 
 _KINDS = {_JOIN: "join", _PUSH: "push", _LEAVE: "leave", _STOP: "stop", _RESUME: "resume", _STEPS: "steps"}
-_KINDS |= {_DRAIN: "drain", _RATE: "rate", _READ: "read", _STATISTICS: "statistics"}
+_KINDS |= {_DRAIN: "drain", _READ: "read", _STATISTICS: "statistics", _OPTIMIZER: "optimizer"}
 _KINDS |= {_EXPEL: "expel", _DISCARD: "discard", _SKIP: "skip"}
 _VERDICTS = frozenset(Disposition)
 SEARCH_NBYTES = 1 << 16  # how far after a damaged byte to search for records at shifted offsets
@@ -318,9 +325,12 @@ def require_same_config(path: Path, config: RunConfig) -> None:
 def _record(content: bytes, offset: int, path: Path, config: RunConfig) -> Record:
     """Parse a record with a valid checksum; refuse an unknown kind (another version) or worker (another run)."""
     kind, disposition, worker, incarnation, seq, reply, samples, loss, now = _RECORD.unpack_from(content, offset)
+    optimizer = max(0, kind - _PUSH_OF)
+    kind = _PUSH if optimizer else kind
     if kind not in _KINDS or disposition not in _VERDICTS:
         what = f"kind {kind}" if kind not in _KINDS else f"verdict {disposition}"
         raise UserError(f"{path} holds a record of unknown {what} at byte {offset}: another version wrote it")
     if worker >= max_workers_of(config):
         raise UserError(f"{path} names worker {worker} at byte {offset}, the config has {max_workers_of(config)}")
-    return Record(_KINDS[kind], worker, incarnation, seq, reply, samples, loss, now, Disposition(disposition))
+    fields = worker, incarnation, seq, reply, samples, loss, now, Disposition(disposition), optimizer
+    return Record(_KINDS[kind], *fields)

@@ -21,6 +21,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from paceline.core.buffers import WorkerBuffers
+from paceline.core.own_loop.torch_optimizer import PREFIX
 from paceline.core.server import Server, restore_server, server_facts
 from paceline.errors import UserError
 from paceline.runs.durable_files import sync_folder
@@ -91,7 +92,14 @@ def tensor_kinds(server: Server, memories: Mapping[int, WorkerBuffers]) -> list[
 
 def weights_and_rule(server: Server) -> dict[str, Tensor]:
     """Return the weights and the state of the server's rule, by their names in a checkpoint."""
-    return {"weights": server.weights, **{f"rule.{name}": tensor for name, tensor in server.rule_state.items()}}
+    states = {_rule_key(number): one.rule_state for number, one in enumerate(server.by_optimizer)}
+    named = {f"{key}{name}": tensor for key, state in states.items() for name, tensor in state.items()}
+    return {"weights": server.weights, **named}
+
+
+def _rule_key(optimizer: int) -> str:
+    """What the names of a rule's state begin with: of the first optimizer, and of further ones."""
+    return f"rule{optimizer or ''}."
 
 
 def _tensors_of(server: Server, memories: Mapping[int, WorkerBuffers]) -> dict[str, Tensor]:
@@ -118,6 +126,9 @@ def restore(server: Server, checkpoint: Checkpoint) -> None:
     _require_same_rule(server, checkpoint)
     _require_same_codecs(server, checkpoint)
     restore_server(server, checkpoint.facts, checkpoint.tensors["weights"], checkpoint.group("rule."))
+    for number, one in enumerate(server.by_optimizer[1:], start=1):
+        facts = checkpoint.facts["optimizers"][number - 1]
+        restore_server(one, facts, one.weights, checkpoint.group(_rule_key(number)))
     server.norms.restore(checkpoint.facts.get("norms", {}))
     if server.differences is not None:
         sent = {int(worker): weights for worker, weights in checkpoint.group("sent.").items()}
@@ -127,9 +138,11 @@ def restore(server: Server, checkpoint: Checkpoint) -> None:
 
 
 def _require_same_rule(server: Server, checkpoint: Checkpoint) -> None:
-    here = {name: list(tensor.shape) for name, tensor in weights_and_rule(server).items()}
+    here = {name: list(tensor.shape) for name, tensor in weights_and_rule(server).items() if not _grows(name)}
     there = {
-        name: list(t.shape) for name, t in checkpoint.tensors.items() if name == "weights" or name.startswith("rule.")
+        name: list(t.shape)
+        for name, t in checkpoint.tensors.items()
+        if name == "weights" or (name.startswith("rule") and not _grows(name))
     }
     rule = checkpoint.facts.get("rule", server.rule.name)
     if (rule, there) != (server.rule.name, here):
@@ -137,6 +150,11 @@ def _require_same_rule(server: Server, checkpoint: Checkpoint) -> None:
             f"checkpoint {checkpoint.version} was made by rule {rule} ({_shapes_text(there)}), but this run uses rule "
             f"{server.rule.name} ({_shapes_text(here)}): restore the settings it was made with, or start a new run"
         )
+
+
+def _grows(name: str) -> bool:
+    """Whether a torch optimizer makes this tensor with its first steps, so that a new server has none."""
+    return name.partition(".")[2].startswith(PREFIX)
 
 
 def _require_same_codecs(server: Server, checkpoint: Checkpoint) -> None:
@@ -263,6 +281,15 @@ def readable_checkpoints(folder: Path) -> list[Checkpoint]:
         with contextlib.suppress(*UNREADABLE):
             checkpoints.append(read_checkpoint(path))
     return checkpoints
+
+
+def log_offsets(folder: Path) -> list[int]:
+    """Return the lengths of the log at the checkpoints, oldest first, without reading their tensors."""
+    found = []
+    for path in _finished(folder):
+        with contextlib.suppress(*UNREADABLE):
+            found.append(int(json.loads((path / "facts.json").read_text())["log_offset"]))
+    return found
 
 
 def _finished(folder: Path) -> list[Path]:

@@ -1,15 +1,19 @@
-"""Writes files that survive a crash: whole or not at all, synced; large ones on a background thread, in order."""
+"""Writes files that survive a crash: whole or not at all, synced; large ones in the background; entries in segments."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
+import struct
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+_ENTRY = struct.Struct("<QI")  # in front of an entry of a segment: its length and checksum
 MAX_WAITING = 4  # queued jobs, each with a copy of the weights, before `submit` blocks on a slow disk
 
 
@@ -47,6 +51,78 @@ def opened_folder(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+class SegmentWriter:
+    """Appends entries to files `NAME-NUMBER.bin` of a folder: to one after another, so that old ones can be removed."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._fd: int | None = None
+        self._nbytes = 0
+
+    def begin(self, number: int) -> None:
+        """Go on in a new segment; what was appended before is synced."""
+        self.close(sync=True)
+        while (path := self._folder / f"{self._name}-{number:012d}.bin").exists():
+            number += 1
+        self._fd, self._nbytes = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), 0
+        sync_folder(self._folder)
+
+    def append(self, parts: Sequence[memoryview]) -> None:
+        """Append one entry, or nothing if the disk is full, and hand it to the operating system."""
+        assert self._fd is not None, "a segment has begun"
+        check = 0
+        for part in parts:
+            check = zlib.crc32(part, check)
+        try:
+            for part in (memoryview(_ENTRY.pack(sum(map(len, parts)), check)), *parts):
+                while part:
+                    part = part[os.write(self._fd, part) :]
+        except OSError:
+            os.truncate(self._fd, self._nbytes)
+            raise
+        self._nbytes += _ENTRY.size + sum(map(len, parts))
+
+    def sync(self) -> None:
+        """Block until all entries are on disk."""
+        if self._fd is not None:
+            os.fdatasync(self._fd)
+
+    def remove_before(self, number: int) -> None:
+        """Remove the segments whose numbers are below `number`."""
+        for path in segments(self._folder, self._name):
+            if int(path.stem.rpartition("-")[2]) < number:
+                path.unlink(missing_ok=True)
+
+    def close(self, sync: bool = False) -> None:
+        """Close the current segment."""
+        if self._fd is not None:
+            if sync:
+                self.sync()
+            os.close(self._fd)
+            self._fd = None
+
+
+def segments(folder: Path, name: str) -> list[Path]:
+    """The segments of this name, the oldest first."""
+    return sorted(path for path in folder.glob(f"{name}-*.bin") if path.stem.rpartition("-")[2].isdecimal())
+
+
+def read_segment(path: Path) -> Iterator[memoryview]:
+    """Yield the intact entries of a segment, which may be larger than the memory; end at a torn one."""
+    if not path.stat().st_size:
+        return
+    with path.open("rb") as file:
+        content, at = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), 0
+    while at + _ENTRY.size <= len(content):
+        nbytes, check = _ENTRY.unpack_from(content, at)
+        at += _ENTRY.size
+        entry = content[at : at + nbytes]
+        if len(entry) != nbytes or zlib.crc32(entry) != check:
+            return
+        yield entry
+        at += nbytes
 
 
 class BackgroundWriter:

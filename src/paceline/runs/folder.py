@@ -29,6 +29,8 @@ CHECKPOINT_DIGITS = 12  # of a version, in the name of a checkpoint
 ALL_GONE = "all workers are gone"
 NOT_COME = "not all workers came in time"
 TIME_IS_UP = "time is up"  # reasons for an early end, as the result states them
+LOOPS_ENDED = "every worker ended its loop"
+ONE_ENDED = "a worker ended its loop"
 _CHECK = b'# crc32 = "'  # the first line of config.toml: a checksum of the others
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -49,6 +51,8 @@ class RunFolder:
         self.live_weights_file = path / "live.safetensors"
         self.script_file = path / "script.json"
         self.frozen_file = path / "frozen.safetensors"
+        self.optimizer_file = path / "optimizer.safetensors"
+        self.streams = path / "streams"
         self.checkpoints = path / "checkpoints"
         self.best_file = self.checkpoints / "best.safetensors"
         self.snapshots = path / "snapshots"
@@ -68,23 +72,22 @@ class RunFolder:
     def create(config: RunConfig) -> RunFolder:
         """Create a new folder with the resolved config and the fault table; refuse one that exists."""
         folder = RunFolder(Path(config.runs) / (config.name or free_name(config)))
-        try:
+        if folder.path.exists():
+            raise _exists_already(folder.path)
+        try:  # from here on, an interrupt may find it: also one inside mkdir, which has made it then
             folder.path.mkdir(parents=True)
-        except FileExistsError:
-            hint = f"choose another --name, remove it, or 'paceline resume {folder.path}'"
-            raise UserError(f"{folder.path} exists already: {hint}") from None
-        except OSError as error:
-            raise _not_created(folder.path, error) from None
-        try:
             write_atomically(folder.config_file, _config_text(config, _heading()))
             sync_folder(folder.path.parent)
             if config.faults is not None:
                 shutil.copyfile(config.faults, folder.faults_file)
             folder.sign()
-        except (OSError, KeyboardInterrupt) as error:
+        except FileExistsError:
+            raise _exists_already(folder.path) from None
+        except OSError as error:
             folder.discard_unstarted()
-            if isinstance(error, OSError):
-                raise _not_created(folder.path, error) from None
+            raise _not_created(folder.path, error) from None
+        except KeyboardInterrupt:
+            folder.discard_unstarted()
             raise
         return folder
 
@@ -270,7 +273,8 @@ class RunFolder:
 
     def discard_unstarted(self) -> None:
         """Remove the folder if nothing has happened in it yet and it holds only files of ours."""
-        made = (self.config_file, self.script_file, self.frozen_file, self.faults_file, self.owner_file)
+        kept = self.frozen_file, self.optimizer_file, self.streams
+        made = (self.config_file, self.script_file, *kept, self.faults_file, self.owner_file)
         served = (self.server_file, self.token_file, self.read_token_file, self.path / "tls")
         names = {path.name for path in (*made, *served, self.events_file, self.arrivals_file)}
         with contextlib.suppress(OSError):
@@ -284,7 +288,7 @@ class RunFolder:
 
     def sweep(self) -> None:
         """Remove unfinished files and checkpoints that a killed process left; call it with the folder locked."""
-        for place in (self.path, self.checkpoints, self.snapshots):
+        for place in (self.path, self.checkpoints, self.snapshots, self.streams):
             for path in place.glob(".*.tmp"):
                 pid = path.name.split(".")[-2]
                 if pid.isdecimal() and len(pid) < CHECKPOINT_DIGITS and Path("/proc", pid).exists():
@@ -298,6 +302,10 @@ def _import_phrase(kind: str, text: str) -> str:
     return (
         f"import {kind} '{name}' from {where if where.endswith('.py') else f'module {where}, perhaps of {Path.cwd()}'}"
     )
+
+
+def _exists_already(path: Path) -> UserError:
+    return UserError(f"{path} exists already: choose another --name, remove it, or 'paceline resume {path}'")
 
 
 def _not_created(path: Path, error: OSError) -> UserError:
@@ -344,14 +352,15 @@ def free_name(config: RunConfig) -> str:
 
 
 @contextlib.contextmanager
-def holding(folder: RunFolder) -> Iterator[None]:
-    """Lock a new folder; remove it if the run fails before it starts."""
-    with folder.locked():
-        try:
-            yield
-        except BaseException:
-            folder.discard_unstarted()
-            raise
+def new_folder(config: RunConfig) -> Iterator[RunFolder]:
+    """Create the folder of a run and lock it; remove it if the run fails or is interrupted before it starts."""
+    folder = RunFolder.create(config)
+    try:
+        with folder.locked():
+            yield folder
+    except BaseException:
+        folder.discard_unstarted()
+        raise
 
 
 def require_survivors(result: dict[str, Any], folder: RunFolder) -> None:

@@ -1,6 +1,7 @@
 """Restores a run after a crash: the newest checkpoint, then every acknowledged push since, recomputed from the log.
 
-With `--recovery checkpoint`, only the newest checkpoint: later records are undone and the lost pushes counted.
+A script's pushes are read instead, if `--durable` kept them. With `--recovery checkpoint`, only the newest checkpoint:
+later records are undone and the lost pushes counted.
 """
 
 from __future__ import annotations
@@ -8,25 +9,30 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from paceline.config import RunConfig
-from paceline.core.messages import Disposition, Join, Resume, SkipBatch
+from paceline.config import RunConfig, is_script
+from paceline.core.buffers import BufferSizes, WorkerBuffers, view
+from paceline.core.messages import Disposition, Input, Join, Push, Reply, Resume, SkipBatch
 from paceline.core.server import PushGuard, Server
-from paceline.core.worker import LocalWorker
 from paceline.errors import UserError
 from paceline.interfaces import Report
 from paceline.runs.arrival_log import RECORD_BYTES, LogContents, Record, next_incarnation, read_log, scan_log
-from paceline.runs.checkpoint import Checkpoint, newest_checkpoint, restore, set_aside
-from paceline.runs.durable_files import BackgroundWriter
+from paceline.runs.checkpoint import Checkpoint, log_offsets, newest_checkpoint, restore, set_aside
+from paceline.runs.durable_files import BackgroundWriter, SegmentWriter, read_segment, segments
 from paceline.runs.folder import RunFolder
-from paceline.runs.replay import Replay, ReplayThreads
+from paceline.runs.replay import MakePushSource, Replay, ReplayThreads
 from paceline.runs.result import NamedTensors
 from paceline.runs.snapshots import drop_best_after, drop_snapshots_after, snapshots_of
 from paceline.settings.strategies import Feature, keeps_own, on_ring, require_feature
+from paceline.system.strict_json import from_json, to_json
+
+SEGMENT_NAME = "pushes"  # of the files that hold the values of a script's pushes
+MAX_FACTS = 4096  # bytes of a push's fields in front of its tensors
 
 
 @dataclass(frozen=True)
@@ -42,9 +48,134 @@ class RecoveryResult:
     skip: SkipBatch | None = None  # the batch that ended the run, if it is to be passed over
 
 
+class PushValues:
+    """Keeps the values of a script's pushes (`--durable`): only the script could compute them again.
+
+    Each segment begins at a checkpoint and is named after the length of the log there.
+    """
+
+    def __init__(self, folder: RunFolder, config: RunConfig, log_nbytes: int) -> None:
+        self._folder, self._files = folder, SegmentWriter(folder.path, SEGMENT_NAME)
+        self._is_kept = config.durable and is_script(config)
+        if self._is_kept:
+            self._files.begin(log_nbytes)
+        elif is_script(config):
+            self.close(remove=True)  # a recovery needs the values of all pushes since the checkpoint
+
+    def append(self, message: Input) -> None:
+        """Hand a push to the operating system, before the server takes it and before its log record is written."""
+        if self._is_kept and isinstance(message, Push):
+            tensors = [value for value in message if isinstance(value, Tensor)]
+            self._files.append([memoryview(_facts_of(message)), *map(view, tensors)])
+
+    def sync(self) -> None:
+        """Block until all pushes are on disk. Sync them before the log: then every synced record has its values."""
+        self._files.sync()
+
+    def begin_segment(self, log_nbytes: int) -> None:
+        """Begin a segment at a checkpoint, and remove those that no checkpoint on disk needs."""
+        if self._is_kept:
+            self._files.begin(log_nbytes)
+            self._files.remove_before(min(log_offsets(self._folder.checkpoints), default=0))
+
+    def close(self, remove: bool = False) -> None:
+        """Keep no more pushes; remove all segments if the run is over, or goes on without them."""
+        self._is_kept = False
+        self._files.close()
+        for path in segments(self._folder.path, SEGMENT_NAME) if remove else ():
+            path.unlink(missing_ok=True)
+
+
+def _facts_of(push: Push) -> bytes:
+    """The fields of a push as one line of JSON; of a tensor its type and length."""
+    facts = push._asdict()
+    for name, value in facts.items():
+        if isinstance(value, Tensor):
+            facts[name] = [str(value.dtype).removeprefix("torch."), value.numel()]
+    return to_json({**facts, "loss": repr(push.loss)}).encode() + b"\n"  # JSON has no NaN
+
+
+class KeptPushes:
+    """What `PushValues` has kept, by worker, incarnation, optimizer and number of the push."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._entries: dict[tuple[int, int, int, int], tuple[dict[str, Any], memoryview]] = {}
+        for path in segments(folder.path, SEGMENT_NAME):
+            for entry in read_segment(path):
+                end = bytes(entry[:MAX_FACTS]).index(b"\n")
+                facts = from_json(bytes(entry[:end]))
+                key = facts["worker"], facts["incarnation"], facts["optimizer"], facts["seq"]
+                self._entries[key] = facts, entry[end + 1 :]
+
+    def __contains__(self, record: Record) -> bool:
+        return (record.worker, record.incarnation, record.optimizer, record.seq) in self._entries
+
+    def push(self, worker: int, incarnation: int, optimizer: int, seq: int) -> Push | None:
+        """Read one push; None if it is not there."""
+        found = self._entries.get((worker, incarnation, optimizer, seq))
+        if found is None:
+            return None
+        facts, at, fields = found[0], 0, {}
+        for name, value in facts.items():
+            if isinstance(value, list):
+                dtype = getattr(torch, value[0])
+                nbytes = dtype.itemsize * value[1]
+                content = bytearray(found[1][at : at + nbytes])
+                fields[name] = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+                at += nbytes
+        return Push(**{**facts, "loss": float(facts["loss"]), **fields})
+
+    def sources(self, sizes: BufferSizes) -> MakePushSource:
+        """Make the sources of a replay, with memories of these sizes."""
+        return lambda join: KeptPushSource(self, join, WorkerBuffers.private(sizes))
+
+
+class KeptPushSource:
+    """A worker of a replay whose pushes were kept."""
+
+    def __init__(self, kept: KeptPushes, join: Join, memory: WorkerBuffers) -> None:
+        self._kept, self.join, self.memory = kept, join, memory
+        self.pending: Reply | None = None
+
+    def push(self) -> Push | None:
+        """The push that answers the pending reply; None if it was not kept."""
+        assert self.pending is not None
+        reply, self.pending = self.pending, None
+        return self._kept.push(self.join.worker, self.join.incarnation, reply.optimizer, reply.serial)
+
+    def load_state(self, local_state: Tensor) -> None:
+        """Never called: a script keeps its own state to itself."""
+        raise AssertionError("a script keeps its own state to itself")
+
+
+def kept_pushes(config: RunConfig, folder: RunFolder, report: Report) -> KeptPushes | None:
+    """The pushes since the newest checkpoint; None if they were not kept, or not all of them.
+
+    A record at the end of the log whose values did not reach the disk was never acknowledged: it is cut off.
+    """
+    path = folder.arrivals_file
+    if config.recovery != "log" or not segments(folder.path, SEGMENT_NAME) or not folder.has_log:
+        return None
+    kept, (checkpoint, _) = KeptPushes(folder), newest_checkpoint(folder.checkpoints, path.stat().st_size)
+    log = scan_log(path, config, checkpoint.log_offset if checkpoint is not None else 0)
+    pushes = [place for place in log.effective_indices if log.records[place].kind == "push"]
+    missing = [place for place in pushes if log.records[place] not in kept]
+    if missing and (log.behind or missing != pushes[-len(missing) :]):
+        report(
+            {"kind": "note", "text": f"{len(missing)} of the pushes in {folder.path}/{SEGMENT_NAME}-*.bin are damaged"}
+        )
+        return None
+    if missing:
+        report(
+            {"kind": "note", "text": f"{path.name} ends in {len(missing)} pushes that were not acknowledged: ignored"}
+        )
+        os.truncate(path, log.begins + missing[0] * RECORD_BYTES)
+    return kept
+
+
 def rebuild(
     server: Server,
-    make_worker: Callable[[Join], LocalWorker],
+    make_worker: MakePushSource,
     model: NamedTensors,
     config: RunConfig,
     folder: RunFolder,
@@ -72,7 +203,8 @@ def rebuild(
     resume = _undo(checkpoint, log, effective, report) if skips else Resume()
     pushes = sum(record.kind == "push" for record in records)
     if pushes:
-        report({"kind": "note", "text": f"recomputing {pushes} logged pushes since {_named(checkpoint)}"})
+        verb = "reading" if is_script(config) else "recomputing"
+        report({"kind": "note", "text": f"{verb} {pushes} logged pushes since {_named(checkpoint)}"})
     writer = BackgroundWriter(background=False)
     snapshots = snapshots_of(config, folder, server, model, writer)
     replay.feed(records, lambda number: snapshots.take_if_due(server) if snapshots is not None else None)

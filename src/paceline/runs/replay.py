@@ -195,13 +195,16 @@ class Replay:
         for reply in outcome.replies:
             source = self.sources[reply.worker]
             self.server.send_weights(reply, source.memory)
-            source.pending = reply
+            if not reply.optimizer:
+                source.pending = reply
             self._send(reply)
 
     def _push(self, record: Record, number: int) -> Push | None:
         """Recompute the push of a record; return None for one that changed nothing in the run."""
         source = self.sources.get(record.worker)
         pending = source.pending if source is not None and source.join.incarnation == record.incarnation else None
+        if record.optimizer:
+            pending = self._pending_of(record)
         if pending is None or record.seq < pending.serial:
             if record.disposition in (Disposition.REPEATED, Disposition.REJECTED):
                 return None  # a duplicate, or from an unknown worker
@@ -211,15 +214,31 @@ class Replay:
             raise self._no_push(record, number, f"worker {record.worker} {what}")
         assert source is not None
         self._use_threads(self._threads and (source.join.threads or self._threads.worker))
-        push = source.push()
+        push = self._push_of(source, pending)
         if push is None:
             raise self._no_push(record, number, f"worker {record.worker} ended before its push {record.seq}")
-        if (push.seq, push.reply) != (record.seq, record.reply):
+        if (push.optimizer, push.seq, push.reply) != (record.optimizer, record.seq, record.reply):
             raise self._no_push(record, number, f"worker {record.worker} pushed {push.seq}, in the run {record.seq}")
         if push.samples != record.samples:
             self._record_mismatch(record, "samples", record.samples, push.samples)
         if not same_float32(push.loss, record.loss):
             self._record_mismatch(record, "loss", record.loss, push.loss)
+        return push
+
+    def _pending_of(self, record: Record) -> Reply | None:
+        """The reply that a worker's push for one of several optimizers follows."""
+        server = self.server.by_optimizer[record.optimizer]
+        member = server.members.get(record.worker)
+        is_due = member is not None and member.incarnation == record.incarnation and not member.waiting
+        return server.last_answer(record.worker)._replace(optimizer=record.optimizer) if is_due else None
+
+    @staticmethod
+    def _push_of(source: PushSource, pending: Reply) -> Push | None:
+        """Get the push that answers `pending`. One for a further optimizer leaves the first's reply unanswered."""
+        first, source.pending = source.pending, pending
+        push = source.push()
+        if pending.optimizer:
+            source.pending = first
         return push
 
     def _compute_discarded(self, record: Record) -> None:

@@ -16,7 +16,7 @@ from paceline.config import SCHEMA, RunConfig, to_dict
 from paceline.core.server import Server
 from paceline.interfaces import Layout, Scores
 from paceline.runs.durable_files import write_atomically
-from paceline.runs.folder import TIME_IS_UP, RunFolder
+from paceline.runs.folder import LOOPS_ENDED, ONE_ENDED, TIME_IS_UP, RunFolder
 from paceline.settings.rules import average_horizon, average_in_words
 from paceline.settings.strategies import strategy_of
 from paceline.system.environment import environment
@@ -150,7 +150,8 @@ def summarise(config: RunConfig, server: Server, seconds: float, scores: dict[st
         **_weights_rows(config, scores),
         "per_class_accuracy": list(test.per_class) if test is not None else None,
         "staleness": staleness_summary(server.staleness),
-        "dropped_pushes": server.dropped,
+        "dropped_pushes": sum(one.dropped for one in server.by_optimizer),
+        **({"skipped_steps": skipped} if (skipped := sum(one.skipped for one in server.by_optimizer)) else {}),
         "late_pushes": server.late,
         "lost_pushes": server.lost,
         "bytes_pushed": server.bytes_pushed,
@@ -173,7 +174,7 @@ def status_of(server: Server, stop_reason: str | None) -> str:
     """How the run ended: finished, diverged or stopped. A run that reaches its target or time limit is finished."""
     if server.divergence is not None or not torch.isfinite(server.weights).all():
         return "diverged"
-    is_planned = stop_reason is None or stop_reason.startswith(("target", TIME_IS_UP))
+    is_planned = stop_reason is None or stop_reason.startswith(("target", TIME_IS_UP, LOOPS_ENDED, ONE_ENDED))
     return "finished" if is_planned else "stopped"
 
 

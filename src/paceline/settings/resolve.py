@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from paceline.config import SIMULATED_ONLY, RunConfig, given
+from paceline.config import SCRIPT, SIMULATED_ONLY, RunConfig, given
 from paceline.data.datasets import DATASETS
 from paceline.errors import UserError, unknown_name
 from paceline.settings.codecs import codec_of
@@ -21,7 +21,15 @@ from paceline.settings.notation import count
 from paceline.settings.preprocessing import check_augmentation, fold_of, split_of, ways_of
 from paceline.settings.rules import average_horizon, check_aggregate, check_rule, trim_of
 from paceline.settings.stopping import check_goals
-from paceline.settings.strategies import Feature, Strategy, Waiting, in_this_process, require_feature, strategy_of
+from paceline.settings.strategies import (
+    Feature,
+    Strategy,
+    Topology,
+    Waiting,
+    in_this_process,
+    require_feature,
+    strategy_of,
+)
 
 MODELS = {
     "lenet5": "paceline.models.lenet:LeNet5",
@@ -108,7 +116,7 @@ def resolve(config: RunConfig, launched: bool = False) -> RunConfig:
         workers=workers,
         codec=_codec(config, "codec", None if launched else Feature.CODEC),
         pull_codec=_codec(config, "pull_codec", Feature.PULL_CODEC),
-        lr=config.lr if config.lr is not None else OPTIMIZERS[config.optimizer],
+        lr=config.lr if config.lr is not None else OPTIMIZERS.get(config.optimizer),
         threads=config.threads or max(1, len(os.sched_getaffinity(0)) // workers),
         channels_last=fast_on_gpu if config.channels_last is None else config.channels_last,
         augment=_augment(config),
@@ -158,15 +166,20 @@ def _codec(config: RunConfig, setting: str, feature: Feature | None) -> str | No
     return text
 
 
-def require_own_loop(config: RunConfig) -> None:
-    """Refuse what a script that makes the steps itself cannot have."""
-    require_feature(config, Feature.OWN_LOOP, "your own loop")
+def resolve_own_loop(config: RunConfig) -> RunConfig:
+    """`resolve` for a script that makes the steps itself; refuse what it cannot have. It exchanges with a server."""
+    if config.path == "ring":
+        raise UserError("--path ring: your own loop exchanges with a server; leave it out")
+    if Topology.STAR in strategy_of(config).kind.axes.topologies:
+        config = dataclasses.replace(config, path="star")
+    config = resolve(config)
     codec, places = config.codec or config.pull_codec, config.max_workers
     instead = "leave it out, or use 'paceline train --task'"
     if codec is not None:
         raise UserError(f"codec {codec}: your own loop exchanges floats as they are; {instead}")
     if places is not None:
         raise UserError(f"--max-workers {places}: your own loop keeps its workers and their data; {instead}")
+    return config
 
 
 def refuse_simulated(config: RunConfig) -> None:
@@ -177,11 +190,12 @@ def refuse_simulated(config: RunConfig) -> None:
 
 def check_processes(config: RunConfig, launched: bool = False) -> None:
     """Refuse faults and restarts if the workers are not processes that this command starts."""
-    for setting, feature in (("faults", Feature.FAULTS), ("restart", Feature.RESTART)):
+    restarts = ("restart", Feature.RESTART), ("restart_workers", Feature.RESTART_WORKERS)
+    for setting, feature in (("faults", Feature.FAULTS), *restarts):
         value = getattr(config, setting)
         if not value:
             continue
-        asked = f"--{setting} {value}"
+        asked = f"--{setting.replace('_', '-')} {value}"
         if launched:
             raise UserError(f"{asked}: a launcher started these processes, so this command cannot kill or start any")
         require_feature(config, feature, asked)
@@ -210,7 +224,7 @@ def check_names(config: RunConfig) -> None:
     named = _NAMED if config.task is not None else {**_NAMED, "model": tuple(MODELS), "dataset": tuple(DATASETS)}
     for setting, known in named.items():
         value = getattr(config, setting)
-        if value is not None and value not in known:
+        if value is not None and value not in known and not (setting == "optimizer" and _is_loops_own(config)):
             raise unknown_name(setting.replace("_", " "), value, known)
     if config.task is None:
         _check_model_fits(config)
@@ -218,6 +232,11 @@ def check_names(config: RunConfig) -> None:
         PARSED[name](config)
     for name in config.track or ():
         check_tracker(name)
+
+
+def _is_loops_own(config: RunConfig) -> bool:
+    """Whether the optimizer is one that a user's own loop has handed over."""
+    return config.optimizer == "script" and config.task is not None and config.task.startswith(SCRIPT)
 
 
 def _check_model_fits(config: RunConfig) -> None:

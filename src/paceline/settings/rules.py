@@ -60,7 +60,8 @@ def choose(workers: int, skew: float | None, optimizer: str) -> RuleChoice:
     why = f"{workers} workers, labels {spread}"
     if optimizer == "sgd":
         return RuleChoice("foresight-fair" if skewed else "foresight", MAX_AT_FULL_STEP, why)
-    return RuleChoice("cached" if skewed else "plain", MAX_AT_FULL_STEP, f"{why}, {optimizer} inside")
+    even = "ahead" if optimizer == "script" else "plain"
+    return RuleChoice("cached" if skewed else even, MAX_AT_FULL_STEP, f"{why}, {optimizer} inside")
 
 
 PUBLISHED = ("plain", "plain-early")  # rules of published systems, which evaluate the live weights
@@ -94,6 +95,7 @@ RULES = {
     "ringmaster": RuleTraits("plain, pushes of staleness R and more dropped: ringmaster:R", letter="R", drops=True),
     "buffered": RuleTraits("one step for every K pushes: buffered:K", letter="K", steps_itself=True),
     "delayed": RuleTraits("drifts as they come, momentum once a round", steps_itself=True, for_drifts=True),
+    "ahead": RuleTraits("steps of two pushes, and weights after a step that is only tried", sends_others=True),
     "foresight-cached": _look_ahead("cached, and weights of the time a push counts"),
     "foresight": _look_ahead("the newest gradient, and weights of the time a push counts"),
     "foresight-fair": _look_ahead("foresight, every worker's data counting alike"),
@@ -201,8 +203,12 @@ def build_rule(
     optimizer: Callable[[], Optimizer],
     prepared: Callable[[], GradientTransform],
     skew: float | None = None,
+    grouped: Callable[[Rule], Rule] | None = None,
 ) -> Rule:
-    """Build the rule of a config, with rows for `max_workers` workers and, if asked for, averaged weights."""
+    """Build the rule of a config, with rows for `max_workers` workers and, if asked for, averaged weights.
+
+    `grouped` wraps a rule with momentum of its own, which does not know parameter groups.
+    """
     from paceline.core.rules.averaged import Averaged
 
     rule: Rule
@@ -210,14 +216,16 @@ def build_rule(
         from paceline.core.rules.lr_scaling import LrScaling
 
         choice = chosen(config, skew)
-        rule = build_rule(replace(config, rule=choice.rule, average="none"), max_workers, optimizer, prepared)
+        inner = replace(config, rule=choice.rule, average="none")
+        rule = build_rule(inner, max_workers, optimizer, prepared, grouped=grouped)
         rule = LrScaling(rule, choice.most) if choice.most else rule
     elif strategy_of(config).is_local or rule_of(config).traits.for_drifts:
         rule = _on_drifts(config)
     elif rule_of(config).traits.steps_itself:
         rule = _stepping_itself(config, max_workers, prepared())
+        rule = grouped(rule) if grouped is not None else rule
     else:
-        rule = _around(config, max_workers, optimizer())
+        rule = _around(config, max_workers, optimizer)
     horizon = average_horizon(config)
     return rule if horizon is None else Averaged(rule, horizon if math.isfinite(horizon) else None)
 
@@ -231,11 +239,13 @@ def _on_drifts(config: RunConfig) -> Rule:
     return Delayed(momentum) if config.rule == "delayed" else Plain(Sgd(momentum, nesterov=True))
 
 
-def _around(config: RunConfig, max_workers: int, optimizer: Optimizer) -> Rule:
+def _around(config: RunConfig, max_workers: int, make_optimizer: Callable[[], Optimizer]) -> Rule:
     from paceline.core.rules.cached import Cached
+    from paceline.core.rules.foresight import Ahead
     from paceline.core.rules.plain import Plain, ReplyBeforeApply
     from paceline.core.rules.staleness_aware import Compensated, Damped, Gap
 
+    optimizer = make_optimizer()
     rules: dict[str, Callable[[], Rule]] = {
         "plain": lambda: Plain(optimizer),
         "plain-early": lambda: ReplyBeforeApply(optimizer),
@@ -244,6 +254,7 @@ def _around(config: RunConfig, max_workers: int, optimizer: Optimizer) -> Rule:
         "gap": lambda: Gap(optimizer, max_workers),
         "compensated": lambda: Compensated(optimizer, max_workers),
         "cached": lambda: Cached(optimizer, max_workers),
+        "ahead": lambda: Ahead(optimizer, make_optimizer(), max_workers),
     }
     return rules[rule_of(config).name]()
 

@@ -53,8 +53,8 @@ class Feature(Enum):
     LAUNCHER = auto()  # processes that torchrun or srun started
     FAULTS = auto()
     RESTART = auto()
+    RESTART_WORKERS = auto()
     CAPTURE = auto()
-    OWN_LOOP = auto()  # `paceline run`: the script makes the steps
     SKIP_BATCH = auto()  # `--recovery skip-batch`
     AGGREGATE = auto()  # `--aggregate` other than `mean`
     ROBUST = auto()  # `--robust`
@@ -89,7 +89,6 @@ _IN_ROUNDS: Refusals = {
 _STEPS_INSIDE: Refusals = {
     Feature.SKIP_BATCH: "pushes several batches at once, and after the checkpoint perhaps others; "
     "use --recovery checkpoint",
-    Feature.OWN_LOOP: "pushes drifts, and your own loop gradients: use sync, async or bounded:S, or paceline.train",
 }
 _ON_RING: Refusals = {
     Feature.ROBUST: "is a ring, where no server takes single pushes; leave it out, or use sync",
@@ -99,6 +98,7 @@ _ON_RING: Refusals = {
     Feature.PULL_CODEC: f"has no server that replies; {_ONE_AT_A_TIME}",
     Feature.ELASTIC: "is a ring, which no worker can join; use sync, async or bounded, or leave it out",
     Feature.DRAIN: "is a ring, which no worker can leave: stop the run, or let it finish",
+    Feature.RESTART_WORKERS: "is a ring, which no worker can join again; use sync, async or bounded, or leave it out",
     Feature.SERVER: "has no server: choose sync, async, bounded:S or backup:B",
     Feature.TLS: "has no server; torch.distributed connects its ring, without encryption: leave it out",
     Feature.CAPTURE: "exchanges inside its step; leave out one of the two",
@@ -154,6 +154,7 @@ STRATEGIES = {
             Feature.FAULTS: "has no worker processes: leave out one of the two, or try it in 'paceline simulate'",
             Feature.RESTART: "trains in the process of this command, which nothing starts again: leave it out, "
             "'paceline resume' goes on after a kill",
+            Feature.RESTART_WORKERS: "has no worker processes: leave it out, 'paceline resume' goes on after a kill",
             Feature.DROPPING_RULE: "has no stale pushes: use --strategy async",
         },
     ),
@@ -263,6 +264,11 @@ class Strategy:
     def is_local(self) -> bool:
         """Whether a worker pushes the drift of its local steps."""
         return self.kind.axes.pushed is PushContent.DRIFT
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether training cannot go on without one of the workers."""
+        return self.kind.axes.topologies == (Topology.RING,)
 
     @property
     def is_stale(self) -> bool:

@@ -23,7 +23,7 @@ from paceline.core.worker import LocalWorker
 from paceline.data.datasets import DATASETS, Location, load, resolve_dataset
 from paceline.errors import UserError
 from paceline.reports.console import Console
-from paceline.runs.folder import ALL_GONE, RunFolder, holding
+from paceline.runs.folder import ALL_GONE, RunFolder, new_folder
 from paceline.runtimes.server.accounting import TimeShares
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import LocalRuntime
@@ -47,8 +47,7 @@ def simulate(config: RunConfig, console: Console) -> tuple[RunFolder, dict[str, 
         config = dataclasses.replace(config, speeds=DEFAULT_SPEED)  # marks the folder as a simulated run
     faults = check(config)
     config, location = (config, None) if config.timing_only else resolve_dataset(config)
-    folder = RunFolder.create(config)
-    with holding(folder):
+    with new_folder(config) as folder:
         return folder, _simulate(config, folder, location, faults, console)
 
 

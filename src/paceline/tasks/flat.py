@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,28 +16,30 @@ from paceline.interfaces import Layout, pack
 class FlatModule:
     """Makes a module's parameters and buffers views into flat memory that the transports share.
 
-    Only parameters that require a gradient (and pass `trained`, if given) get a place in the layout, and must be
-    float32; frozen ones stay in the module as they are, and so do buffers of another type. A parameter with several
-    names (tied weights) has one place, under its first name.
+    Only parameters that require a gradient get a place in the layout, and must be float32; frozen ones stay in the
+    module as they are, and so do buffers of another type. A parameter with several names (tied weights) has one place,
+    under its first name. With `parameters`, these get the places, and with buffers may be of any floating type.
     """
 
     def __init__(
         self,
         module: nn.Module,
         decay: Callable[[str, nn.Parameter], bool] | None = None,
-        trained: Callable[[nn.Parameter], bool] | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.module = module
-        wanted = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._parameters = {name: p for name, p in wanted.items() if trained is None or trained(p)}
+        given, casts = parameters, parameters is not None
+        named = module.named_parameters()
+        self._parameters: dict[str, Any] = dict(given or {}) if casts else {n: p for n, p in named if p.requires_grad}
         if not self._parameters:
             raise UserError("the model has no parameter that requires a gradient: there is nothing to train")
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._parameters.items() if not casts else ():
             if parameter.dtype != torch.float32:
                 what = f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, and weights are trained as"
                 instead = "call model.float() before, with autocast for a faster forward pass, or freeze the parameter"
                 raise UserError(f"{what} float32: {instead}")
-        self._buffers = {name: b for name, b in module.named_buffers() if b.dtype == torch.float32}
+        buffers = module.named_buffers()
+        self._buffers = {n: b for n, b in buffers if b.dtype == torch.float32 or (casts and b.is_floating_point())}
         self._counts = {name: b.clone() for name, b in module.named_buffers() if not b.is_floating_point()}
         self.layout: Layout = pack(
             [(name, tuple(p.shape), decay is None or decay(name, p)) for name, p in self._parameters.items()]

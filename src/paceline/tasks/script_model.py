@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.errors import UserError
 from paceline.interfaces import Layout
 from paceline.system.sealed_weights import check_weights, seal_weights
-from paceline.tasks.flat import FlatModule, mixture
+from paceline.tasks.flat import mixture
 
 
 class ScriptModel:
@@ -56,15 +56,13 @@ class ScriptModel:
         return {name: tensor.cpu().clone() for name, tensor in {**self._frozen, **named}.items()}
 
 
-def save_frozen(flat: FlatModule) -> bytes | None:
-    """Return the tensors that pushes do not carry, as the bytes of a safetensors file; None if there are none."""
-    frozen = flat.frozen()
-    kept = {name: tensor.cpu().clone().contiguous() for name, tensor in frozen.items()}
-    return seal_weights(save(kept)) if kept else None
+def save_tensors(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return named tensors as the bytes of a sealed safetensors file."""
+    return seal_weights(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
 
 
-def load_frozen(path: Path) -> dict[str, Tensor]:
-    """Load the tensors of `save_frozen`; return none if the file does not exist, refuse a damaged one."""
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Load the tensors of `save_tensors`; return none if the file does not exist, refuse a damaged one."""
     if not path.is_file():
         return {}
     try:

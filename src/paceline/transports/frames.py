@@ -17,7 +17,7 @@ from paceline.system.strict_json import from_json, to_json
 from paceline.system.terminal import printable
 
 MAGIC = b"PACE"
-VERSION = 4
+VERSION = 5
 _HEADER = struct.Struct("<4sBBxxQ")
 HEADER_NBYTES = _HEADER.size
 ALIGNMENT = 16
@@ -77,7 +77,7 @@ def header(kind: FrameKind, nbytes: int) -> bytes:
     """Pack the first bytes of a frame.
 
     >>> header(FrameKind.BEAT, 0).hex(" ", 4)
-    '50414345 04080000 00000000 00000000'
+    '50414345 05080000 00000000 00000000'
     """
     return _HEADER.pack(MAGIC, VERSION, kind, nbytes)
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from paceline.core.buffers import BufferSizes, WorkerBuffers
-from paceline.core.messages import Join, OwnLoopInput, Push, Reply, SetLrFactor
+from paceline.core.messages import Join, OwnLoopInput, Push, Reply
 from paceline.errors import ProtocolError
+from paceline.interfaces import State
 from paceline.system.terminal import printable
 from paceline.transports.frames import ANYTHING, FLAG, UINT32, Schema, checked, integer, nullable, optional
 
@@ -91,16 +92,16 @@ class Transport(Protocol):
 
 
 class ScriptTransport(Transport, Protocol):
-    """What a user's own loop needs besides: its schedule runs in the worker, and so do its evaluations."""
-
-    def set_rate(self, rate: SetLrFactor) -> None:
-        """Change the learning rate from the next push on."""
+    """What a user's own loop needs besides: it evaluates and saves what the server has."""
 
     def read_weights(self, final: bool) -> bool | None:
         """Get the weights that would be saved now into the buffers given to `hello`; `final`: wait for the last ones.
 
         Return whether they are averaged, or None if the server is gone.
         """
+
+    def read_optimizer(self, number: int) -> State | None:
+        """Return the state of one of the loop's optimizers as the server has it; None if the server is gone."""
 
     def merge_statistics(self, samples: int) -> bool:
         """Replace the statistics in the buffers by those of all workers at the end, weighted by samples.
@@ -140,8 +141,8 @@ def parse_hello(worker: int, incarnation: int, fields: Mapping[str, Any]) -> tup
 def parse_sizes(asked: Any) -> BufferSizes:
     """Return the sizes of a worker's buffers: whole numbers, and null for what an exchange does not have.
 
-    >>> parse_sizes([10, 0, None, None, 0])
-    BufferSizes(weights=10, state=0, payload=None, pulled=None, local_state=0)
+    >>> parse_sizes([10, 0, None, None, 0, 0])
+    BufferSizes(weights=10, state=0, payload=None, pulled=None, local_state=0, loop=0)
     """
     if not isinstance(asked, list) or len(asked) != len(_SIZES):
         raise ProtocolError("a hello without sizes")

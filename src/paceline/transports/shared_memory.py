@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import os
 import socket
 import struct
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from paceline.core.buffers import BufferSizes, WorkerBuffers
@@ -21,23 +21,25 @@ from paceline.core.messages import (
     Join,
     OwnLoopInput,
     Push,
+    ReadOptimizer,
     ReadWeights,
     Reply,
-    SetLrFactor,
 )
 from paceline.errors import ProtocolError
+from paceline.interfaces import State
 from paceline.system.memory import receive_fds
 from paceline.system.shared_segment import Segment, page_aligned
 from paceline.system.strict_json import from_json, to_json
 from paceline.transports import protocol
 from paceline.transports.protocol import Hello, Peer, ReportedFigures, ScriptTransport, Timing, unreadable
 
-_PUSH = struct.Struct("<BxxxIIIQffffd")
-_REPLY = struct.Struct("<BBxxIQQdIIII")
-_RATE = struct.Struct("<Bd")
+_PUSH = struct.Struct("<BBxxIIIQffffd")
+_REPLY = struct.Struct("<BBBxIQQdIIII")
 _READ = struct.Struct("<BB")
 _STATISTICS = struct.Struct("<BI")
-_HELLO, _PUSHED, _REPLIED, _REPORTED, _RATED, _READING, _ESTIMATED, _CONFIRMED = range(1, 9)
+_COUNT = struct.Struct("<BQ")
+_HELLO, _PUSHED, _REPLIED, _REPORTED, _READING, _ESTIMATED, _CONFIRMED, _READING_OPTIMIZER = range(1, 9)
+_BY_SAMPLES = -1.0  # in place of the weight of a push that has none
 _GONE = BrokenPipeError, ConnectionResetError
 _LARGEST = 1 << 20
 _current_core: Callable[[], int] | None = getattr(ctypes.CDLL(None), "sched_getcpu", None)
@@ -109,8 +111,8 @@ class SharedMemoryClient(ScriptTransport):
                 self.lends_core_to = None  # the server is gone, or this process may not move it
         try:
             sizes = push.samples, push.update.nbytes
-            facts = *sizes, push.loss, *timing, push.weight or 0.0
-            self._connection.send(_PUSH.pack(_PUSHED, push.seq, push.reply, *facts))
+            facts = *sizes, push.loss, *timing, _BY_SAMPLES if push.weight is None else push.weight
+            self._connection.send(_PUSH.pack(_PUSHED, push.optimizer, push.seq, push.reply, *facts))
         except _GONE:
             return None
         return self._reply(push.worker, push.incarnation)
@@ -121,14 +123,23 @@ class SharedMemoryClient(ScriptTransport):
             words = {name: str(value) for name, value in figures.items()}  # JSON has no NaN
             self._connection.send(bytes([_REPORTED]) + to_json(words).encode())
 
-    def set_rate(self, rate: SetLrFactor) -> None:
-        """Change the learning rate from the next push on."""
-        with contextlib.suppress(*_GONE):
-            self._connection.send(_RATE.pack(_RATED, rate.factor))
-
     def read_weights(self, final: bool) -> bool | None:
         """Get the weights that would be saved now into this worker's buffers. Return whether they are averaged."""
         return self._confirmed(_READ.pack(_READING, final))
+
+    def read_optimizer(self, number: int) -> State | None:
+        """Return the optimizer's state as the server has it; it comes in a segment of its own."""
+        try:
+            self._connection.send(bytes([_READING_OPTIMIZER, number]))
+            packet, fds = receive_fds(self._connection, _COUNT.size, 1)
+        except _GONE:
+            return None
+        if not packet or len(fds) != 1:
+            return None
+        nbytes = _COUNT.unpack(packet)[1]
+        segment = Segment.attach(fds[0], nbytes)
+        segment.close_descriptor()
+        return load(bytes(segment.memory[:nbytes]))
 
     def merge_statistics(self, samples: int) -> bool:
         """Replace the statistics in this worker's buffers by those of all workers."""
@@ -163,11 +174,13 @@ class SharedMemoryClient(ScriptTransport):
             return None
         if not packet:
             return None
-        _, finished, serial, version, batch, lr, steps, generation, dropped, discarded = _REPLY.unpack_from(packet)
+        _, finished, optimizer, serial, version, batch, lr, steps, generation, dropped, discarded = _REPLY.unpack_from(
+            packet
+        )
         if len(packet) > _REPLY.size:
             self._assignment = DataAssignment(generation, protocol.unpack_members(packet[_REPLY.size :]))
         work = serial, version, batch, bool(finished), steps, lr
-        return Reply(worker, incarnation, *work, self._assignment, dropped, discarded)
+        return Reply(worker, incarnation, *work, self._assignment, dropped, discarded, optimizer)
 
 
 def _fields_of(packet: bytes) -> dict[str, Any]:
@@ -220,26 +233,25 @@ class SharedMemoryPeer(Peer):
     def _message(self, packet: bytes, slot: SharedBuffers) -> Push | OwnLoopInput | ReportedFigures:
         if packet[0] != _PUSHED or len(packet) != _PUSH.size:
             return self._setting(packet)
-        _, seq, reply, samples, nbytes, loss, *seconds, weight = _PUSH.unpack(packet)
+        _, optimizer, seq, reply, samples, nbytes, loss, *seconds, weight = _PUSH.unpack(packet)
         update = slot.update
         if nbytes > update.nbytes:
             raise ProtocolError(f"a push of {nbytes} bytes for buffers of {update.nbytes}")
         timing = Timing(*seconds)
-        protocol.check_push(seq, reply, samples, loss, timing, weight)
+        known = None if weight == _BY_SAMPLES else weight
+        protocol.check_push(seq, reply, samples, loss, timing, known or 0.0)
         self.timing = timing
         if slot.sizes.payload is not None:
             update = update[:nbytes]
-        return Push(self.worker, self.incarnation, seq, reply, samples, loss, update, slot.state, weight or None)
+        tensors = update, slot.state, known, slot.loop
+        return Push(self.worker, self.incarnation, seq, reply, samples, loss, *tensors, optimizer)
 
     def _setting(self, packet: bytes) -> OwnLoopInput | ReportedFigures:
         """Decode the messages of a user's own loop that are not pushes."""
-        if packet[0] == _RATED and len(packet) == _RATE.size:
-            factor = _RATE.unpack(packet)[1]
-            if not 0.0 <= factor < math.inf:
-                raise ProtocolError(f"a learning rate {factor:g} times the first")
-            return SetLrFactor(self.worker, factor)
         if packet[0] == _READING and len(packet) == _READ.size:
             return ReadWeights(self.worker, bool(packet[1]))
+        if packet[0] == _READING_OPTIMIZER and len(packet) == 2:
+            return ReadOptimizer(self.worker, packet[1])
         if packet[0] == _ESTIMATED and len(packet) == _STATISTICS.size:
             return EstimatedStatistics(self.worker, _STATISTICS.unpack(packet)[1])
         if packet[0] != _REPORTED:
@@ -264,7 +276,7 @@ class SharedMemoryPeer(Peer):
     def answer(self, reply: Reply) -> None:
         """Send a reply, with its members if they are new. If the worker is gone, the next `receive` says so."""
         generation = reply.assignment.generation if reply.assignment is not None else 0
-        named = (_REPLIED, reply.finished, reply.serial, reply.version)
+        named = (_REPLIED, reply.finished, reply.optimizer, reply.serial, reply.version)
         counts = reply.dropped, reply.discarded
         packet = _REPLY.pack(*named, reply.batch, reply.lr, reply.steps, generation, *counts)
         if reply.assignment is not None and reply.assignment != self._sent_assignment:
@@ -275,6 +287,15 @@ class SharedMemoryPeer(Peer):
     def confirm(self, averaged: bool = False) -> None:
         """Say that the weights or statistics that the worker waits for are in its buffers."""
         self._send(_READ.pack(_CONFIRMED, averaged))
+
+    def send_optimizer(self, state: State) -> None:
+        """Send the optimizer's state, as the bytes of a safetensors file in a segment."""
+        content = save({name: tensor.contiguous() for name, tensor in state.items()})
+        segment = Segment.create(len(content), "the state of an optimizer")
+        segment.memory[: len(content)] = content
+        with contextlib.suppress(*_GONE):
+            socket.send_fds(self.connection, [_COUNT.pack(_CONFIRMED, len(content))], [segment.fd])
+        segment.close_descriptor()
 
     def _send(self, packet: bytes) -> None:
         try:

@@ -1,13 +1,15 @@
-"""Rules that remember every worker's gradient: `cached`, `foresight-cached`, `ringleader`."""
+"""Rules that remember gradients: `cached`, `foresight-cached`, `ringleader`, `ahead`."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
 from hypothesis import given, settings
 
 from paceline.core.rules.cached import Cached
-from paceline.core.rules.foresight import Foresight, ForesightCached, ForesightFair
+from paceline.core.rules.foresight import Ahead, Foresight, ForesightCached, ForesightFair
 from paceline.core.rules.ringleader import Ringleader
 from paceline.interfaces import Arrival
 from tests.support.courses import SIZE, START, Course, courses, require_the_oracles_way
@@ -103,6 +105,34 @@ def test_the_look_ahead_is_the_sum_of_the_next_steps() -> None:
     assert slow.sent(0) == pytest.approx(weights)
 
 
+class SlowAhead:
+    """A list of all pushes; each step that is only tried is made by a copy of the optimizer."""
+
+    def __init__(self, optimizer: SlowOptimizer) -> None:
+        self.weights, self.optimizer = list(START), optimizer
+        self.pushes: list[list[float]] = []
+        self.interval: dict[int, float] = {}
+        self.lr = 0.0
+
+    def leave(self, worker: int) -> None:
+        self.interval.pop(worker, None)
+
+    def push(self, worker: int, gradient: list[float], staleness: int, lr: float, num_live: int) -> None:
+        before = self.interval.get(worker, num_live)
+        self.interval[worker] = 0.9 * before + 0.1 * min(staleness + 1, 3.0 * before)
+        last = self.pushes[-1] if self.pushes else [0.0] * SIZE
+        mean = [(a + b) / 2 for a, b in zip(gradient, last, strict=True)] if staleness else gradient
+        self.weights, self.lr = self.optimizer.step(self.weights, mean, lr), lr
+        self.pushes.append(gradient)
+
+    def sent(self, worker: int) -> list[float]:
+        if not self.pushes:
+            return list(self.weights)
+        tried = copy.deepcopy(self.optimizer).step(self.weights, self.pushes[-1], self.lr)
+        ahead = min(2.0 * max(self.interval.get(worker, 1.0) - 1.0, 0.0), 5.0)
+        return [w + ahead * (t - w) for w, t in zip(self.weights, tried, strict=True)]
+
+
 class SlowRingleader:
     """Lists of gradients, averaged anew every time."""
 
@@ -146,6 +176,14 @@ class SlowRingleader:
 def test_cached(optimizer: str, along: Course) -> None:
     fast, slow = BOTH[optimizer]
     require_the_oracles_way(Cached(fast(), along.max_workers), SlowCached(slow()), along)
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+@given(along=courses)
+@settings(max_examples=12)
+def test_ahead(optimizer: str, along: Course) -> None:
+    fast, slow = BOTH[optimizer]
+    require_the_oracles_way(Ahead(fast(), fast(), along.max_workers), SlowAhead(slow()), along)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

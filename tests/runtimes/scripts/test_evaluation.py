@@ -13,9 +13,9 @@ from torch.optim.swa_utils import update_bn
 
 import paceline
 from paceline.config import RunConfig
-from paceline.runtimes.scripts.bound_model import KEPT_INPUTS, BoundModel
+from paceline.runtimes.scripts.bound_model import BoundModel
 from paceline.runtimes.scripts.session import Session
-from paceline.tasks.flat import FlatModule
+from paceline.runtimes.scripts.watching.recent_inputs import KEPT_INPUTS
 from tests.support.own_loops import OneServer
 
 BATCH = 8
@@ -77,7 +77,7 @@ def alone(**settings: Any) -> Loop:
 
 def average_of(loop: Loop) -> Tensor:
     """The weights that a server in the same process would save."""
-    return loop.session._transport._server.evaluated  # type: ignore[attr-defined]
+    return loop.session._env.transport._server.evaluated  # type: ignore[attr-defined]
 
 
 def test_inside_the_model_has_the_evaluated_weights_and_statistics_that_belong_to_them() -> None:
@@ -87,7 +87,7 @@ def test_inside_the_model_has_the_evaluated_weights_and_statistics_that_belong_t
     with loop.session.eval_weights() as model:
         assert model is loop.model and model.training
         inside = copies(loop.model)
-    averaged = loop.session._bound.flat.layout.views(average_of(loop))  # type: ignore[union-attr]
+    averaged = loop.session._loop.bound.flat.layout.views(average_of(loop))  # type: ignore[union-attr]
     assert all(torch.equal(inside[name], tensor) for name, tensor in averaged.items())
     expected = net()
     expected.load_state_dict(inside)
@@ -95,6 +95,28 @@ def test_inside_the_model_has_the_evaluated_weights_and_statistics_that_belong_t
     for name in ("running_mean", "running_var"):
         torch.testing.assert_close(inside[f"norm.{name}"], getattr(expected.norm, name))
         assert not torch.allclose(inside[f"norm.{name}"], getattr(loop.model.norm, name), atol=1e-3)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_statistics_belong_to_the_weights_after_an_evaluation_with_gradients_too(frozen: bool) -> None:
+    """A call in evaluation mode that no push follows; with `frozen`, the loop has put its norms into that mode."""
+    loop = alone(average="on")
+    for number in range(20):
+        if frozen and number == 10:
+            loop.model.norm.eval()
+            kept = copies(loop.model)
+        loop.step()
+    loop.model.eval()
+    loop.model(data()[0])
+    loop.model.train()
+    with loop.session.eval_weights():
+        inside = copies(loop.model)
+    expected = net()
+    expected.load_state_dict(inside)
+    update_bn([(x,) for x in loop.inputs], expected)
+    for name in ("running_mean", "running_var"):
+        found = kept[f"norm.{name}"] if frozen else getattr(expected.norm, name)
+        torch.testing.assert_close(inside[f"norm.{name}"], found)
 
 
 def test_an_evaluation_leaves_no_trace_in_the_training() -> None:
@@ -198,19 +220,10 @@ def test_inputs_of_any_kind_are_kept_as_the_model_got_them() -> None:
 
 
 def test_a_model_in_another_memory_is_evaluated_there_and_restored() -> None:
-    """A GPU's memory is not the server's; here a second memory of the CPU stands for it."""
-
-    class Elsewhere:
-        type = "elsewhere"
-
-    def copied(self: Tensor, device: Any, copy: bool) -> Tensor:
-        return self.clone()
-
-    model, bound = net(), BoundModel.__new__(BoundModel)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", copied)
-        bound.__init__(FlatModule(model), Elsewhere())  # type: ignore[arg-type,misc]
-    bound.renew()
+    """A GPU's memory is not the server's; here parameters of another type are in a memory of their own, too."""
+    model = net().double()
+    bound = BoundModel([model], dict(model.named_parameters()), 0)
+    bound.renew(fully=True)
     before = copies(model)
     with bound.restored():
         bound.slot.weights.fill_(2.0)
@@ -232,7 +245,7 @@ def test_other_workers_have_moved_the_weights_that_a_worker_evaluates(tmp_path: 
     for worker in (0, 1, 1, 1):
         loops[worker].step()
     assert one.server is not None
-    views = loops[0].session._bound.flat.layout.views(one.server.weights)  # type: ignore[union-attr]
+    views = loops[0].session._loop.bound.flat.layout.views(one.server.weights)  # type: ignore[union-attr]
     with loops[0].session.eval_weights():
         assert torch.equal(loops[0].model.first.weight, views["first.weight"])
     assert not torch.equal(loops[0].model.first.weight, views["first.weight"])

@@ -9,7 +9,7 @@ import pytest
 from paceline.core.messages import Disposition
 from paceline.errors import RunFailed
 from paceline.runs.arrival_log import Record
-from paceline.runtimes.scripts.replay_server import SILENCE_SECONDS, patience, receive
+from paceline.runtimes.scripts.replay_server import SILENCE_SECONDS, last_leaves, patience, receive
 from paceline.transports.shared_memory import SharedMemoryPeer, channel
 
 PUSH = Record("push", 0, 0, 0, 0, 4, 0.5, 0.0, Disposition.TAKEN)
@@ -37,3 +37,10 @@ def test_a_slow_run_is_waited_for_longer() -> None:
     assert patience(quick) == SILENCE_SECONDS
     slow = [dataclasses.replace(PUSH, worker=number % 2, now=20.0 * number) for number in range(9)]
     assert patience(slow) == 200.0
+
+
+def test_a_script_is_hung_up_when_its_incarnation_has_nothing_more_to_say() -> None:
+    told = "join 0, join 1, push 1, leave 1, join 1, push 0, push 1, leave 1, read 1, stop 0, leave 1, leave 0, stop 0"
+    words = [word.split() for word in told.split(", ")]
+    records = [dataclasses.replace(PUSH, kind=kind, worker=int(worker)) for kind, worker in words]
+    assert sorted(last_leaves(records)) == [3, 10, 11]

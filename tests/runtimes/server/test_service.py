@@ -1,4 +1,4 @@
-"""Workers on this machine that lie, in shared memory: each loses its place, with one event, and the run goes on."""
+"""Workers on this machine that lie, each of which loses its place, and workers that the supervisor starts again."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from paceline.assembly.task import identity_of
 from paceline.core.messages import Push
 from paceline.core.worker import LocalWorker
 from paceline.runs.events import read_events
+from paceline.runs.folder import ALL_GONE
 from paceline.runtimes.server.runtime import Peers
 from paceline.runtimes.server.service import Dispatcher, Service, SupervisorChannel
 from paceline.system.strict_json import to_json
@@ -39,17 +40,28 @@ class Bench:
     peers: Peers[SharedMemoryPeer]
     service: Service
     ends: dict[int, socket.socket]
+    supervisor: socket.socket
 
-    def admit(self, worker: int) -> socket.socket:
+    def admit(self, worker: int, incarnation: int = 0) -> socket.socket:
         ours, theirs = channel()
-        self.service.admit(SharedMemoryPeer(ours, worker, 0))
+        self.service.admit(SharedMemoryPeer(ours, worker, incarnation))
         self.ends[worker] = theirs
         return theirs
 
-    def greet(self, worker: int, **fields: Any) -> None:
+    def hang_up(self, worker: int) -> None:
+        """Close a worker's connection, as its end would."""
+        self.ends.pop(worker).close()
+        self.turn()
+
+    def order_gone(self, worker: int, incarnation: int) -> None:
+        order = {"kind": "gone", "worker": worker, "incarnation": incarnation}
+        self.supervisor.send(to_json(order).encode())
+        self.turn()
+
+    def greet(self, worker: int, incarnation: int = 0, **fields: Any) -> None:
         """Say a hello that is true except for these fields."""
         memory = SharedBuffers.create(self.service._sizes)
-        join = make_join(self.run.config, self.run.work, worker, 0)
+        join = make_join(self.run.config, self.run.work, worker, incarnation)
         words = {**join._asdict(), "sizes": memory.sizes, **identity_of(self.run.task), **fields}
         packet = bytes([shared_memory._HELLO]) + to_json(words).encode()
         socket.send_fds(self.ends[worker], [packet], [memory.segment.fd])
@@ -70,14 +82,14 @@ class Bench:
 
 
 @pytest.fixture
-def bench(record: Record) -> Iterator[Bench]:
+def bench(record: Record, request: pytest.FixtureRequest) -> Iterator[Bench]:
     peers: Peers[SharedMemoryPeer] = Peers()
-    run = record(strategy="async", workers=2, runtime=peers)
+    run = record(strategy="async", workers=2, runtime=peers, **getattr(request, "param", {}))
     line = socket.socketpair(*_SEQPACKET)
     before, wakeup = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
     sizes = sizes_of(run.config, run.task, run.work)
     service = Service(run.host, peers, SupervisorChannel(line[0]), identity_of(run.task), sizes)
-    found = Bench(run, peers, service, {})
+    found = Bench(run, peers, service, {}, line[1])
     with torch.inference_mode():
         yield found
     os.close(signal.set_wakeup_fd(wakeup))
@@ -88,8 +100,8 @@ def bench(record: Record) -> Iterator[Bench]:
         end.close()
 
 
-def push(samples: int = 4, seq: int = 0, seconds: float = 0.1, weight: float = 0.0) -> bytes:
-    return shared_memory._PUSH.pack(2, seq, seq, samples, 512, 0.5, seconds, 0.1, 0.0, weight)
+def push(samples: int = 4, seq: int = 0, seconds: float = 0.1, weight: float = -1.0, optimizer: int = 0) -> bytes:
+    return shared_memory._PUSH.pack(2, optimizer, seq, seq, samples, 512, 0.5, seconds, 0.1, 0.0, weight)
 
 
 PACKETS = {
@@ -99,12 +111,12 @@ PACKETS = {
     "seconds that are no number": push(seconds=math.nan),
     "negative seconds": push(seconds=-1.0),
     "an infinite weight": push(weight=math.inf),
+    "a negative weight": push(weight=-2.0),
+    "an optimizer that there is not": push(optimizer=1),
     "an answer to another reply": push(seq=9),
     "half a push": push()[:-1],
     "deep nesting": b"\4" + b"[" * 10_000,
     "a metric that is a list": b'\4{"accuracy": [1]}',
-    "a learning rate that is no number": shared_memory._RATE.pack(5, math.nan),
-    "a negative learning rate": shared_memory._RATE.pack(5, -1.0),
     "an unknown kind": bytes([99]),
 }
 
@@ -130,9 +142,11 @@ def test_a_worker_that_lies_is_expelled_and_the_other_goes_on(bench: Bench, name
         {"quota": -1},
         {"quota": 3},
         {"own_loop": True},
-        {"sizes": [128, 2, None, None, 0]},
-        {"sizes": [128, None, None, None, 0]},
-        {"sizes": [-128, 0, None, None, 0]},
+        {"sizes": [128, 2, None, None, 0, 0]},
+        {"sizes": [128, None, None, None, 0, 0]},
+        {"sizes": [-128, 0, None, None, 0, 0]},
+        {"sizes": [128, 0, None, None, 0]},
+        {"sizes": [128, 0, None, None, 0, 9]},
         {"layout": 0},
     ],
     ids=str,
@@ -205,3 +219,69 @@ def test_an_own_loop_is_bound_by_the_batch_that_it_declared(record: Record) -> N
                 dispatcher.push(_Timed(), found._replace(samples=samples))
         dispatcher.push(_Timed(), found._replace(samples=3))
     assert run.server.pushes == 1
+
+
+restarting = pytest.mark.parametrize("bench", [{"restart_workers": 1}], indirect=True)
+
+
+@restarting
+@pytest.mark.parametrize("order", ["connection first", "order first"])
+def test_the_run_waits_for_a_lost_worker_until_it_is_gone_for_good(bench: Bench, order: str) -> None:
+    for worker in (0, 1):
+        bench.admit(worker)
+        bench.greet(worker)
+    bench.hang_up(0)
+    bench.order_gone(0, 0)
+    assert not bench.run.server.finished and not bench.service._returning
+    if order == "order first":  # the supervisor knows of the end before the server has read it
+        bench.order_gone(1, 0)
+        assert not bench.run.server.finished
+        bench.hang_up(1)
+    else:
+        bench.hang_up(1)
+        assert not bench.run.server.finished, "the supervisor may start it again"
+        bench.order_gone(1, 0)
+    assert bench.run.server.finished and bench.run.host.stop_reason == ALL_GONE
+    assert bench.run.host.lost == [0, 1], "each is counted once"
+
+
+@restarting
+@pytest.mark.parametrize("closes_first", [True, False])
+def test_a_worker_that_is_started_again_goes_on_with_its_share(bench: Bench, closes_first: bool) -> None:
+    for worker in (0, 1):
+        bench.admit(worker)
+        bench.greet(worker)
+    bench.send(1, push())
+    bench.hang_up(0)
+    bench.order_gone(0, 0)
+    earlier = bench.ends[1]
+    if closes_first:
+        bench.hang_up(1)
+    bench.admit(1, 1)
+    earlier.close()
+    bench.greet(1, 1)
+    member = bench.run.server.members[1]
+    assert (member.live, member.incarnation, member.accepted) == (True, 1, 1)
+    assert not bench.service._returning and not bench.run.server.finished
+    bench.send(1, push())
+    assert bench.run.server.pushes == 2
+    bench.hang_up(1)
+    bench.order_gone(1, 1)
+    assert bench.run.server.finished
+
+
+@restarting
+def test_a_worker_that_is_expelled_or_dropped_is_not_waited_for(bench: Bench) -> None:
+    for worker in (0, 1):
+        bench.admit(worker)
+        bench.greet(worker)
+    bench.send(0, PACKETS["no samples"])
+    bench.service._drop(1, "it hangs")
+    assert bench.run.server.finished and not bench.service._returning
+
+
+def test_without_restarts_a_lost_worker_is_gone_at_once(bench: Bench) -> None:
+    bench.admit(0)
+    bench.greet(0)
+    bench.hang_up(0)
+    assert bench.run.server.finished

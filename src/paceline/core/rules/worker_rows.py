@@ -191,4 +191,9 @@ def scale(vector: Tensor, factor: Scalar) -> None:
 
 def move_towards(vector: Tensor, other: Tensor, share: Scalar) -> None:
     """vector += share (other - vector)"""
-    vector.lerp_(other, share.to(vector.dtype) if isinstance(share, Tensor) else share)
+    move_between(vector, other, share, vector)
+
+
+def move_between(vector: Tensor, other: Tensor, share: Scalar, out: Tensor) -> Tensor:
+    """out = vector + share (other - vector)"""
+    return torch.lerp(vector, other, share.to(vector.dtype) if isinstance(share, Tensor) else share, out=out)

@@ -3,6 +3,7 @@
 from paceline.core.server.aggregation import TrimmedMean
 from paceline.core.server.checkpoint import restore_server, server_facts
 from paceline.core.server.guard import Finding, NormHistory, PushGuard
+from paceline.core.server.optimizers import OptimizersServer
 from paceline.core.server.roster import Roster
 from paceline.core.server.server import Server
 from paceline.core.server.updates import (
@@ -10,7 +11,6 @@ from paceline.core.server.updates import (
     AppliedUpdate,
     Divergence,
     Exchange,
-    LrDisagreement,
     Mean,
     Updater,
 )
@@ -21,9 +21,9 @@ __all__ = [
     "Divergence",
     "Exchange",
     "Finding",
-    "LrDisagreement",
     "Mean",
     "NormHistory",
+    "OptimizersServer",
     "PushGuard",
     "Roster",
     "Server",

@@ -111,11 +111,12 @@ class PushGuard:
         rejects: bool = False,
         recompute: Recompute | None = None,
         follows_log: bool = False,
+        findings: list[Finding] | None = None,
     ) -> None:
         self._members, self._norms, self._updater = members, norms, updater
         self._rejects, self.recompute, self._follows_log = rejects, recompute, follows_log
         self._strikes: Counter[int] = Counter()
-        self.findings: list[Finding] = []  # what the driver has yet to tell the user
+        self.findings = findings if findings is not None else []  # what the driver has yet to tell the user
         updater.checks_sums = False
 
     def __call__(self, push: Push) -> Disposition | None:

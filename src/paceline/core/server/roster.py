@@ -21,6 +21,7 @@ class Roster:
         self.assignments = DataAssignments(num_workers) if max_workers is not None else None
         self.members: dict[int, Member] = {}
         self.pending = set(range(num_workers))  # workers that the start barrier still waits for
+        self.returning: set[int] = set()  # lost workers that may join again: the run does not end without them
         self.order: list[int] = []  # the numbers of all members, sorted
         self.steps: dict[int, int] = {}  # local steps of the workers that make fewer than the others
         self.at_work: set[int] = set()  # workers that are connected and have work left
@@ -64,6 +65,7 @@ class Roster:
         member.accepted = self.past_skipped(join.worker, member.accepted)
         self.members[join.worker] = member
         self.pending.discard(join.worker)
+        self.returning.discard(join.worker)
         self.changed(join.worker)
         return member
 
@@ -82,6 +84,7 @@ class Roster:
     def expect_again(self) -> None:
         """Set the start barrier for every worker of the start that has work left, the expelled ones included."""
         known = self.members
+        self.returning.clear()
         for member in known.values():
             member.expelled = False
         self.pending = {w for w in range(self.num_workers) if w not in known or not known[w].inactive}

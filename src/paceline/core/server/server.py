@@ -21,10 +21,10 @@ from paceline.core.messages import (
     Reply,
     Resume,
     SetLocalSteps,
-    SetLrFactor,
     SkipBatch,
     Stop,
 )
+from paceline.core.own_loop.settings import OwnLoops
 from paceline.core.schedules import Training
 from paceline.core.server.guard import Guard, NormHistory
 from paceline.core.server.roster import Roster
@@ -33,7 +33,6 @@ from paceline.core.server.updates import (
     AppliedUpdate,
     Divergence,
     Exchange,
-    LrDisagreement,
     Updater,
 )
 from paceline.interfaces import Decision, Policy, Rule
@@ -61,13 +60,14 @@ class Server:
         self.updater = Updater(weights, rule, exchange or Exchange(), roster.max_workers)
         self.weights, self.rule_state = self.updater.weights, self.updater.rule_state
         self.codecs, self.nbytes, self.differences = self.updater.codecs, self.updater.nbytes, self.updater.differences
-        self.lr_factors: dict[int, float] = {}  # by worker: its own loop multiplies the learning rate of the schedule
-        self.lr_disagreement: LrDisagreement | None = None  # the first one
+        self.own_loops = (exchange.own_loops if exchange is not None else None) or OwnLoops()
         self.worker_states: dict[int, Tensor] = {}
         self.version = self.samples = 0
         self.pushes = self.replies = self.bytes_pushed = self.bytes_pulled = 0
-        self.dropped = self.late = self.lost = 0
-        """Pushes that were never applied; lost ones were taken before a crash and not computed again."""
+        self.dropped = self.late = self.lost = self.skipped = 0
+        """Pushes that were never applied; lost ones were taken before a crash and not computed again. Skipped ones
+        have weight 0: a user's `GradScaler` found an infinity."""
+        self.taken = 0  # pushes that are part of an update, or skipped; a push of H local steps counts H
         self.staleness: Counter[int] = Counter()
         self.finished = False
         self.divergence: Divergence | None = None
@@ -75,6 +75,7 @@ class Server:
         self.norms = NormHistory()
         self.guard: Guard | None = None  # judges each push before it counts; a replay needs none: verdicts are inputs
         self.on_update: Callable[[AppliedUpdate], None] | None = None  # called after every update
+        self.by_optimizer: tuple[Server, ...] = (self,)  # several in an `OptimizersServer`
 
     @property
     def rule(self) -> Rule:
@@ -108,17 +109,12 @@ class Server:
     @property
     def lr(self) -> float:
         """The learning rate of the next update, if the first live worker takes part in it."""
-        return self.training.lr(self.samples, self.version) * self._lr_factor()
+        return self.training.lr(self.samples, self.version) * self.own_loops.lr(self.roster.at_work)
 
     @property
     def lr_inside(self) -> float:
         """The learning rate of the batches that workers compute now: of local steps, if there are some."""
-        return self.training.lr(self.samples, self.version, local=True) * self._lr_factor()
-
-    def _lr_factor(self) -> float:
-        """The factor of the lowest-numbered worker that has work left; if none has, of the lowest-numbered member."""
-        workers = self.roster.at_work or self.members
-        return self.lr_factors.get(min(workers), 1.0) if self.lr_factors and workers else 1.0
+        return self.training.lr(self.samples, self.version, local=True) * self.own_loops.lr(self.roster.at_work)
 
     def last_answer(self, worker: int) -> Reply:
         """Build the newest reply to a worker again."""
@@ -136,6 +132,8 @@ class Server:
             memory.nbytes = updater.nbytes
             if self.weights.numel():
                 updater.rule.reply_weights(self.weights, self.rule_state, reply.worker, memory.weights)
+            if not reply.serial:
+                self.own_loops.bring_back(reply.worker, memory)
             if updater.differences is not None:
                 updater.differences.begin(reply.worker, memory.weights)
         self.bytes_pulled += memory.nbytes
@@ -151,7 +149,7 @@ class Server:
                 return self._leave(message)
             case Expel() | Discard():
                 return self._turn_down(message)
-            case SkipBatch() | SetLocalSteps() | SetLrFactor():
+            case SkipBatch() | SetLocalSteps():
                 self._set(message)
             case Drain(worker):
                 return self._drain(worker)
@@ -161,14 +159,12 @@ class Server:
                 self._resume(lost)
         return Outcome(Disposition.TAKEN)
 
-    def _set(self, message: SkipBatch | SetLocalSteps | SetLrFactor) -> None:
+    def _set(self, message: SkipBatch | SetLocalSteps) -> None:
         match message:
             case SkipBatch(worker, batch):
                 self.roster.skip(worker, batch)
             case SetLocalSteps(worker, steps):
                 self.roster.steps[worker] = steps
-            case SetLrFactor(worker, factor):
-                self.lr_factors[worker] = factor
 
     def _push(self, push: Push) -> Outcome:
         worker, updater, member = push.worker, self.updater, self.members.get(push.worker)
@@ -200,6 +196,7 @@ class Server:
             member.discarded += 1
             self._drop([worker])
             member.dropped += member.own_loop
+            self.own_loops.remember(push)  # it is a step of the loop all the same
         replies = self._carry_out(decision)
         if self.divergence is not None and self.divergence.worker == worker:
             return Outcome(Disposition.REJECTED, replies)
@@ -244,14 +241,18 @@ class Server:
         worker, member = leave.worker, self.members.get(leave.worker)
         if member is not None and leave.incarnation < member.incarnation + (not member.live):
             return Outcome(Disposition.REJECTED)  # an earlier incarnation
-        was_started = self.started
+        was_started, was_returning, returning = self.started, worker in self.roster.returning, self.roster.returning
         self.roster.pending.discard(worker)
+        (returning.add if leave.returns else returning.discard)(worker)
         if member is not None and not self.finished:
             member.departed = not member.quota_reached
         if member is None or not member.live:
+            if was_returning and any(other.quota_reached for other in self.members.values()):
+                self._finish_if_done()  # the others have done their work and waited for this one
             return Outcome(Disposition.TAKEN, self._open_barrier(was_started))
         had_work = not member.inactive
         self._disconnect(worker)
+        member.released = member.released or leave.done
         self.updater.recompute_sums()
         if worker in self.held:
             self._drop([worker])
@@ -290,7 +291,11 @@ class Server:
         self._drop(self.held)
         self.policy.clear()
         self.roster.expect_again()
-        self.finished = self.budget.exhausted(self.samples, self.version) or self.roster.all_quotas_reached
+        self.finished = self._exhausted or self.roster.all_quotas_reached
+
+    @property
+    def _exhausted(self) -> bool:
+        return self.budget.exhausted(self.samples, self.version, self.taken)
 
     def _drop(self, workers: Iterable[int]) -> None:
         """Drop held pushes of `workers`: they are never applied, and no reply says that they count."""
@@ -300,7 +305,7 @@ class Server:
 
     def _carry_out(self, decision: Decision) -> tuple[Reply, ...]:
         """Make the update, reply to the workers that are released, then dismiss those that have finished their work."""
-        if decision.apply and (not self._apply(decision.apply) or self.budget.exhausted(self.samples, self.version)):
+        if decision.apply and (not self._apply(decision.apply) or self._exhausted):
             return self._finish()
         members = self.members
         answered = dict.fromkeys((*decision.apply, *decision.release))
@@ -314,19 +319,26 @@ class Server:
             self.rule.leave(self.rule_state, worker)
             self.updater.recompute_sums()
             replies.extend(self._carry_out(self.policy.leave(worker)))
-        if any(members[worker].quota_reached for worker in finished) and not self.num_live and self.started:
-            self.finished = True
+        if any(members[worker].quota_reached for worker in finished):
+            self._finish_if_done()
         return tuple(replies)
+
+    def _finish_if_done(self) -> None:
+        """End training if no worker has work left, none is expected and none may come back."""
+        if not self.num_live and self.started and not self.roster.returning:
+            self.finished = True
 
     def _apply(self, workers: tuple[int, ...]) -> bool:
         """Make one update of the held pushes of `workers`; False, and no change, if it diverged."""
-        pushes = [self.held.pop(worker) for worker in workers]
+        pushes = self._without_skipped([self.held.pop(worker) for worker in workers])
+        if not pushes:
+            return True
+        workers = tuple(push.worker for push in pushes)
         samples = sum(push.samples for push in pushes)
         staleness = [self.version - self.members[worker].version for worker in workers]
         lr = self.training.lr(self.samples, self.version)
         num_live, present = len(self.roster.at_work), self.roster.present
-        if self.lr_factors:
-            lr *= self._agreed_factor(workers)
+        self.own_loops.follow(pushes, self.roster.at_work)
         broken = self.updater.apply(pushes, samples, max(staleness), lr, num_live, present)
         if broken is not None:
             batch, is_finite = self.members[broken.worker].accepted, bool(broken.update.isfinite().all())
@@ -350,18 +362,15 @@ class Server:
             self.on_update(AppliedUpdate(pushes, staleness, lr, num_live, present))
         return True
 
-    def _agreed_factor(self, workers: tuple[int, ...]) -> float:
-        """The learning rate factor of an update: its worker's, or in a round that of the lowest-numbered live worker.
-
-        Note the first disagreement within a round.
-        """
-        first = workers[0] if len(workers) == 1 else min(self.roster.at_work, default=min(workers))
-        factor = self.lr_factors.get(first, 1.0)
-        for other in sorted(workers) if self.lr_disagreement is None else ():
-            if (another := self.lr_factors.get(other, 1.0)) != factor:
-                self.lr_disagreement = LrDisagreement(first, other, (factor, another))
-                break
-        return factor
+    def _without_skipped(self, pushes: list[Push]) -> list[Push]:
+        """Count the pushes of an update, and what their loops say; return those that no `GradScaler` has skipped."""
+        for push in pushes:
+            self.taken += max(1, self.members[push.worker].steps)
+            self.own_loops.remember(push)
+            if push.weight == 0.0:
+                self.skipped += 1
+                self.members[push.worker].accepted += 1
+        return [push for push in pushes if push.weight != 0.0]
 
     def _finish(self) -> tuple[Reply, ...]:
         """End training: drop held pushes and tell every waiting worker that it is over."""
@@ -381,7 +390,8 @@ class Server:
             if assignments is not None and not finished:
                 self.roster.assign_data(worker, assignments)
             if self.inside is not None:
-                self.roster.set_local_steps(worker, self.inside.steps, self.lr_inside)
+                steps = self.budget.local_steps(self.inside.steps, self.taken, self.num_live)
+                self.roster.set_local_steps(worker, steps, self.lr_inside)
         assignment, before = assignments.told(worker) if assignments is not None else (None, 0)
         named = (worker, member.incarnation, member.serial, member.version)
         work = member.accepted - before, finished, member.steps, member.lr

@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.core.buffers import WorkerBuffers
 from paceline.core.compression import DENSE, Codecs, DeltaEncoder, PushDecoder
 from paceline.core.messages import Push
+from paceline.core.own_loop.settings import OwnLoops
 from paceline.core.server.aggregation import TrimmedMean
 from paceline.interfaces import Arrival, Codec, Rule
 
@@ -32,6 +33,8 @@ class Exchange:
     aggregate: TrimmedMean | None = None  # combines the pushes of a round; None: their mean, by samples
     decoder: PushDecoder | None = None
     """Takes the place of the push codec's decoder, if a shard decodes its part of a push on arrival."""
+    own_loops: OwnLoops | None = None
+    """Brings the settings of users' own loops to the optimizer."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,6 @@ class Divergence:
     loss: float
     is_update_finite: bool = False
     batch: int = 0  # the number of its batch, as replies count them; of local steps, the first
-
-
-class LrDisagreement(NamedTuple):
-    """Two workers of one round whose own loops had different learning rates: the round used the one of `used`."""
-
-    used: int
-    other: int
-    factors: tuple[float, float]
 
 
 class AppliedUpdate(NamedTuple):

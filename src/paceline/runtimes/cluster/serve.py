@@ -15,7 +15,7 @@ from paceline.data.datasets import Dataset, Location, load, locate_data, resolve
 from paceline.errors import ServerLost, UserError
 from paceline.reports.console import Console
 from paceline.runs.durable_files import write_atomically
-from paceline.runs.folder import RunFolder, holding, require_survivors
+from paceline.runs.folder import RunFolder, new_folder, require_survivors
 from paceline.runtimes.cluster.credentials import PLAIN_WARNING, ListenOptions, as_before, make_credentials
 from paceline.runtimes.sharded.processes import ShardProcesses, serve_part
 from paceline.runtimes.sharded.spans import require_cuttable
@@ -49,8 +49,7 @@ def serve(config: RunConfig, options: ListenOptions, console: Console, tell: Tel
     require_star(config, may_restart=tell is None)
     require_cuttable(config, options.num_servers)
     config, location = resolve_dataset(config)
-    folder = RunFolder.create(config)
-    with holding(folder):
+    with new_folder(config) as folder:
         return folder, _keep_serving(_ServeOrder(config, folder, location, options, console, tell, resume=False))
 
 
@@ -80,6 +79,9 @@ def require_star(config: RunConfig, may_restart: bool) -> None:
         raise UserError(f"--device {config.device}: workers that come over the network compute on CPUs; leave it out")
     if config.faults is not None:
         raise UserError(f"--faults {config.faults}: processes of other machines are not ours to kill; leave it out")
+    if config.restart_workers:
+        what = f"--restart-workers {config.restart_workers}: this command does not start the workers of other machines"
+        raise UserError(f"{what}; leave it out: a worker that is started again there joins the run again")
     if config.restart and not may_restart:
         what = f"--restart {config.restart} is for 'paceline server' and for runs on one machine"
         instead = "leave it out here, and go on with 'paceline resume'"

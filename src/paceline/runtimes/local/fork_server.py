@@ -19,6 +19,7 @@ from paceline.errors import PacelineError
 from paceline.system.process import describe_end, die_with, helper_command, helper_environment
 from paceline.system.strict_json import to_json
 
+MAX_SAID = 200  # characters of an exception that the supervisor repeats
 ROLES = {
     "server": "paceline.runtimes.server.process:main",
     "worker": "paceline.runtimes.local.worker_process:main",
@@ -171,8 +172,10 @@ def _become(supervisor: socket.socket, request: dict[str, Any], fds: list[int], 
         _tell(supervisor, {"kind": "complaint", "pid": os.getpid(), "code": code, "text": str(error)})
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_SAID]
+        _tell(supervisor, {"kind": "raised", "pid": os.getpid(), "text": text})
     finally:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()

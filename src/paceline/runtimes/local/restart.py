@@ -1,4 +1,4 @@
-"""Run a server in a child process, and restart it from its checkpoint and log if that process is killed."""
+"""Start processes again that were killed: a server in a child process, from its checkpoint and log, and workers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,27 @@ from paceline.errors import ChildFailed, PacelineError, ServerLost
 from paceline.system.process import describe_end, die_with
 from paceline.system.signals import INTERRUPT_SIGNALS, InterruptHandler, handle_signals
 from paceline.system.strict_json import to_json
+
+
+class WorkerRestarts:
+    """Counts how often killed workers are started again (`--restart-workers`), also over restarts of the server."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._used = limit, 0
+
+    def grant(self, status: int) -> str | None:
+        """Count a restart if a signal ended a process (its wait status) and one is left; return it as "1 of 2".
+
+        A process that exited by itself would do the same again.
+
+        >>> restarts = WorkerRestarts(1)
+        >>> restarts.grant(1 << 8), restarts.grant(signal.SIGKILL), restarts.grant(signal.SIGKILL)
+        (None, '1 of 1', None)
+        """
+        if not os.WIFSIGNALED(status) or self._used >= self._limit:
+            return None
+        self._used += 1
+        return f"{self._used} of {self._limit}"
 
 
 def keep_going(

@@ -14,15 +14,16 @@ from typing import Any
 
 from paceline.assembly.preflight import provenance, startup_warnings
 from paceline.assembly.work import divide_work
-from paceline.config import RunConfig, to_dict
+from paceline.config import UPKEEP, RunConfig, is_script, to_dict
 from paceline.data.datasets import Location
 from paceline.data.shared import SharedDataset
-from paceline.errors import ChildFailed, RunFailed, ServerLost, UserError
+from paceline.errors import SERVER_GONE, ChildFailed, RunFailed, ServerLost, UserError
 from paceline.interfaces import Report
 from paceline.runs.arrival_log import next_incarnation
 from paceline.runs.folder import RunFolder, require_survivors
 from paceline.runtimes.local.fault_injection import FaultInjector
 from paceline.runtimes.local.fork_server import ForkServer, receive_row, request
+from paceline.runtimes.local.restart import WorkerRestarts
 from paceline.settings.fault_table import Fault
 from paceline.settings.strategies import on_ring
 from paceline.system.memory import require_open_files
@@ -30,6 +31,7 @@ from paceline.system.signals import INTERRUPTED, TERMINATED, handle_signals
 from paceline.system.strict_json import to_json
 
 ENDING_SECONDS = 3.0
+GOING_SECONDS = 2.0  # between the end of a killed server's connections to its workers and of that to its supervisor
 OTHER_FILES = 12  # that a server has open at least, beside the connections of its workers
 
 
@@ -62,18 +64,28 @@ class Supervisor:
     """Starts the processes of one run and watches them until it ends."""
 
     def __init__(
-        self, forks: ForkServer, config: RunConfig, folder: RunFolder, processes: ProcessPlan, report: Report
+        self,
+        forks: ForkServer,
+        config: RunConfig,
+        folder: RunFolder,
+        processes: ProcessPlan,
+        report: Report,
+        restarts: WorkerRestarts,
     ) -> None:
         self._forks, self._config, self._folder, self._report = forks, config, folder, report
+        self._restarts = restarts
         self._processes = processes
         self._common = {"config": to_dict(config), "folder": str(folder.path), **processes.spec}
         self._incarnations = dict.fromkeys(range(processes.first_worker, config.workers or 1), processes.incarnation)
-        self._injector = FaultInjector(processes.faults, self._tell_fault, self._restart)
+        self._injector = FaultInjector(processes.faults, self._tell_fault, self._start_by_table)
         self._control, self._server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._names: dict[int, str] = {}
         self._numbers = {f"worker {worker}": worker for worker in self._incarnations}
         self._running: set[int] = set()
+        self._dropped: set[int] = set()  # process ids of workers that the server has dropped
+        self._raised: dict[int, str] = {}  # the exceptions that ended processes, by process id
         self._finished = self._server_is_silent = False
+        self._is_over = False  # whether training is over, or was told to stop
         self._interrupts = 0
 
     def start(self) -> None:
@@ -98,13 +110,16 @@ class Supervisor:
         self._send(self._forks.socket, request(role, {**self._common, **own}), [end.fileno(), *self._processes.fds])
         end.close()
 
+    def _start_by_table(self, worker: int) -> None:
+        """Start a new incarnation of a worker, or a new worker, as the table of faults asks."""
+        if worker in self._incarnations:
+            self._report({"kind": "note", "text": f"worker {worker} returns"})
+        self._restart(worker)
+
     def _restart(self, worker: int) -> None:
-        """Start a new incarnation of a worker, or a new worker."""
         back = worker in self._incarnations
         self._incarnations[worker] = self._incarnations[worker] + 1 if back else self._processes.incarnation
         self._numbers[f"worker {worker}"] = worker
-        if back:
-            self._report({"kind": "note", "text": f"worker {worker} returns"})
         self._start_worker(worker)
 
     def _tell_fault(self, fault: Fault, text: str, returns: bool) -> None:
@@ -131,7 +146,7 @@ class Supervisor:
         if self._forks.socket in readable:
             self._hear_forks()
         if self._control in readable:
-            self._hear_server()
+            self._hear_server_out()  # what a process did may have made us read it already
 
     def follow(self) -> None:
         """Watch the run until it ends. The result is in the run folder."""
@@ -145,8 +160,8 @@ class Supervisor:
                 if select.select([self._forks.socket], [], [], 0.2)[0]:
                     self._hear_forks()
 
-    def _hear_server(self, flags: int = 0) -> None:
-        row = receive_row(self._control, flags)
+    def _hear_server(self) -> None:
+        row = receive_row(self._control, socket.MSG_DONTWAIT)
         if row is None:
             self._server_is_silent = True  # the fork server will report how it ended
         elif row["kind"] == "failed":
@@ -154,18 +169,20 @@ class Supervisor:
         elif row["kind"] == "finished":
             self._finished = True
         elif row["kind"] == "drop":
-            self._kill_dropped(row["worker"])
+            self._kill_dropped(row["worker"], row["incarnation"])
         elif row["kind"] == "clock":
+            self._is_over |= not row["runs"]
             self._injector.set_clock(row["now"], row["runs"])
         else:
             if row["kind"] == "progress":
                 self._injector.correct(row["now"])
             self._report(row)
 
-    def _kill_dropped(self, worker: int) -> None:
+    def _kill_dropped(self, worker: int, incarnation: int) -> None:
         """Kill the process of a worker that the server has dropped: it hangs, and the run goes on without it."""
-        for pid in self._running:
+        for pid in self._running if self._incarnations[worker] == incarnation else ():
             if self._names[pid] == f"worker {worker}":
+                self._dropped.add(pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -173,7 +190,14 @@ class Supervisor:
         """Read everything the server has sent so far, because a later message of another process may depend on it."""
         with contextlib.suppress(BlockingIOError):
             while not self._server_is_silent:
-                self._hear_server(socket.MSG_DONTWAIT)
+                self._hear_server()
+
+    def _await_end_of_server(self) -> None:
+        """Give a server that was killed the time to go: the system may close its connections to workers first."""
+        deadline = time.monotonic() + GOING_SECONDS
+        while not self._server_is_silent and not self._finished and time.monotonic() < deadline:
+            if select.select([self._control], [], [], 0.1)[0]:
+                self._hear_server_out()
 
     def _hear_forks(self) -> None:
         notice = self._forks.notice()
@@ -188,28 +212,59 @@ class Supervisor:
                 self._injector.started(0, notice["pid"])
         elif notice["kind"] == "complaint":
             self._hear_server_out()
-            raise ChildFailed(f"{self._names.get(notice['pid'], 'a process')}: {notice['text']}", notice["code"])
+            if notice["text"] == SERVER_GONE:
+                self._await_end_of_server()
+            name = self._names.get(notice["pid"], "a process")
+            is_killed = self._server_is_silent and not self._finished  # the fork server will report the server's end
+            if not is_killed and not (self._finished and self._was_restarted(name)):  # else it came back too late
+                raise ChildFailed(f"{name}: {notice['text']}", notice["code"])
+        elif notice["kind"] == "raised":
+            self._raised[notice["pid"]] = notice["text"]
         else:
             self._note_end(notice)
 
     def _note_end(self, notice: dict[str, Any]) -> None:
         name = self._names.get(notice["pid"], "a process")
         self._running.discard(notice["pid"])
-        how = ", ".join([notice["how"], *self._injector.ended(notice["pid"])])
+        by_table = self._injector.ended(notice["pid"])
         if name == "server" and not self._finished:
             self._hear_server_out()
             if not self._finished:
                 keeper = "the server process" if not self._processes.first_worker else "the process of worker 0"
                 raise self._failure(f"{keeper} ended ({notice['how']})")
-        elif notice["status"] and not self._finished:
+        elif not self._finished:
+            self._note_worker_end(name, notice, by_table)
+
+    def _note_worker_end(self, name: str, notice: dict[str, Any], by_table: tuple[str, ...]) -> None:
+        """Start a killed worker again if `--restart-workers` allows it; else tell the user and the server."""
+        pid, status = notice["pid"], notice["status"]
+        how = ", ".join([notice["how"], *filter(None, [self._raised.get(pid)]), *by_table])
+        worker = self._numbers.get(name)
+        self._hear_server_out()  # it may have dropped this worker, or ended the training
+        is_lost = worker is not None and not (by_table or pid in self._dropped or self._is_over or self._finished)
+        granted = self._restarts.grant(status) if is_lost else None
+        if granted is not None and worker is not None:
+            self._report({"kind": "note", "text": f"{name} was lost ({how}): it is started again ({granted})"})
+            self._restart(worker)
+            return
+        if self._config.restart_workers and worker is not None and "to come back" not in by_table:
+            self._order({"kind": "gone", "worker": worker, "incarnation": self._incarnations[worker]})
+        if status and not self._finished:
             left = sum(self._names[pid] != "server" for pid in self._running) + self._processes.first_worker
             goes_on = f"the run goes on with {left}" if left else "no worker is left"
             self._report({"kind": "note", "text": f"{name} was lost ({how}): {goes_on}"})
 
+    def _was_restarted(self, name: str) -> bool:
+        worker = self._numbers.get(name)
+        return worker is not None and self._incarnations[worker] > self._processes.incarnation
+
     def _failure(self, what: str) -> RunFailed:
         if not self._folder.has_log:
             return RunFailed(f"{what} before training began: see the lines above")
-        return ServerLost(what, self._folder.resume_hint(self._config))
+        hint = self._folder.resume_hint(self._config)
+        if is_script(self._config) and not self._config.durable:  # only the script can compute its pushes
+            return ServerLost(what, hint, "pushes since its newest checkpoint are lost (--durable keeps them)")
+        return ServerLost(what, hint)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -220,6 +275,7 @@ class Supervisor:
             if self._interrupts > 1:
                 raise KeyboardInterrupt
             reason = INTERRUPTED if number == signal.SIGINT else TERMINATED
+            self._is_over = True
             self._report({"kind": "stopping", "reason": reason})
             self._order({"kind": "stop", "reason": reason})
 
@@ -256,8 +312,9 @@ def run_local(
     """Train on processes of this machine and return the result. Restart up to `config.restart` times."""
     per_worker = 2 if processes.first_worker else 1  # a ring has a second descriptor of each
     require_open_files(per_worker * (config.workers or 1) + OTHER_FILES)
+    restarts = WorkerRestarts(config.restart_workers)
     for restart in range(1, config.restart + 2):
-        supervisor = Supervisor(forks, config, folder, processes, report)
+        supervisor = Supervisor(forks, config, folder, processes, report, restarts)
         try:
             supervisor.start()
             supervisor.follow()
@@ -265,8 +322,11 @@ def run_local(
         except ServerLost as lost:
             if restart > config.restart or not forks.clear():
                 raise
+            if is_script(config):  # its server has added to the config what the script decides
+                config = replace(folder.config(), **{name: getattr(config, name) for name in UPKEEP})
             processes = processes.again(*next_incarnation(folder.arrivals_file, config))
-            where = "its newest checkpoint" + (" and its log" if config.recovery == "log" else "")
+            uses_log = config.recovery == "log" and (config.durable or not is_script(config))
+            where = "its newest checkpoint" + (" and its log" if uses_log else "")
             what = f"{lost.what}: going on from {where}"
             report({"kind": "note", "text": f"{what} (restart {restart} of {config.restart})"})
     result = folder.result()

@@ -19,7 +19,7 @@ from paceline.core.worker import LocalWorker
 from paceline.data.datasets import Dataset, Location, load
 from paceline.interfaces import Loader, Report
 from paceline.randomness import mix64
-from paceline.runs.folder import RunFolder, holding
+from paceline.runs.folder import RunFolder, new_folder
 from paceline.runtimes.ring.compression import compress, exchange_of, travels_whole
 from paceline.runtimes.ring.ddp import SampleWeightedLoader, make_parallel
 from paceline.runtimes.ring.process_group import ProcessGroup, ProcessGroupRing, failing_on_lost_rank
@@ -46,8 +46,7 @@ def train_as_rank(
         if not rank.leads:
             result = RankWorker(config, rank, dataset, meeting).follow()
             return RunFolder(Path(result["folder"])), result
-        folder = RunFolder.create(config)
-        with holding(folder):
+        with new_folder(config) as folder:
             member = RankWorker(config, rank, dataset, meeting)
             for line in startup_warnings(config, location):
                 report({"kind": "note", "text": line})

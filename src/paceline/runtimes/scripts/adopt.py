@@ -1,101 +1,86 @@
-"""Sort out what a script passes to `prepare`: model, data, optimizer and schedule, and the settings that follow."""
+"""Sort out what a script passes to `prepare`: models, optimizers, schedulers and data, and check that they fit."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MethodType
+from typing import Any, TypeAlias, cast
 
-import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.runtimes.scripts.draws import LoaderOrder, order_of
-from paceline.tasks.nested import num_samples, require_samples
 
-SCHEDULES = (LRScheduler, ReduceLROnPlateau)
-DEFAULT_BATCH = 32
+SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
 
 
 @dataclass(frozen=True)
 class UserObjects:
-    """The objects that a script passed to `prepare`, by kind."""
+    """The objects that a script passed to `prepare`, by kind, each in their order."""
 
-    model: nn.Module
-    data: Any
-    batch_size: int
-    collate: Callable[[list[Any]], Any] | None
-    optimizer: Optimizer | None
-    order: LoaderOrder | None  # of a loader, which a script iterates once per epoch; None: the data came without one
-    columns: bool  # whether the data is a dict of tensors with a row per sample, not a collection of samples
+    models: list[nn.Module]
+    optimizers: list[Optimizer]
+    schedulers: list[LRScheduler | ReduceLROnPlateau]
+    data: list[Any]
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters that the server trains, by name: those of each optimizer in turn, else all that are trained.
+
+        Tied parameters have their first name. With several models, names begin with the number of the model.
+        """
+        names = {id(p): name for name, p in self.container.named_parameters()}
+        if not self.optimizers:
+            return {name: p for name, p in self.container.named_parameters() if p.requires_grad}
+        found: dict[str, Tensor] = {}
+        for number, optimizer in enumerate(self.optimizers):
+            own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for place, parameter in enumerate(own):
+                name = names.get(id(parameter), f"optimizer{number}.{place}")
+                if name in found:
+                    raise UserError(f"session.prepare(...): parameter {name} is in two optimizers: give it to one")
+                if is_lazy(parameter):
+                    what = f"session.prepare(...): parameter {name} has no shape yet"
+                    raise UserError(f"{what}: run a batch through the model before")
+                if not parameter.is_floating_point():
+                    raise UserError(f"session.prepare(...): parameter {name} is {parameter.dtype}: train real floats")
+                found[name] = parameter
+        return found
 
     @property
-    def num_samples(self) -> int:
-        """The number of samples in the data."""
-        return num_samples(self.data) if self.columns else len(self.data)
-
-    @property
-    def parameters(self) -> set[int]:
-        """The ids of the parameters that the optimizer steps."""
-        assert self.optimizer is not None
-        return _parameters_of(self.optimizer)
+    def container(self) -> nn.Module:
+        """All models as one module."""
+        return self.models[0] if len(self.models) == 1 else nn.ModuleList(self.models)
 
 
-def _parameters_of(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def sort_out(model: Any, things: tuple[Any, ...], batch_size: int | None) -> UserObjects:
-    """Sort the objects into model, data, optimizer and schedule. Raise UserError if they do not fit together."""
-    if not isinstance(model, nn.Module):
-        raise UserError(f"session.prepare({type(model).__name__}, ...): the first thing is the model, an nn.Module")
+def sort_out(things: tuple[Any, ...]) -> UserObjects:
+    """Sort the objects into models, optimizers, schedulers and data. Raise UserError if they do not fit together."""
+    models = [getattr(thing, "_orig_mod", thing) for thing in things if isinstance(thing, nn.Module)]  # not compiled
     optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
-    schedules = [thing for thing in things if isinstance(thing, SCHEDULES)]
-    data = [thing for thing in things if not isinstance(thing, (Optimizer, *SCHEDULES))]
-    if len(data) != 1 or len(optimizers) > 1:
-        what = f"session.prepare(...) was given {len(data)} data sets or loaders and {len(optimizers)} optimizers"
-        raise UserError(f"{what}: give what you train on, once, and at most one optimizer")
-    optimizer = optimizers[0] if optimizers else None
-    if any(schedule.optimizer is not optimizer for schedule in schedules):
+    schedulers = [thing for thing in things if isinstance(thing, SCHEDULERS)]
+    data = [thing for thing in things if not isinstance(thing, (nn.Module, Optimizer, *SCHEDULERS))]
+    if not models:
+        first = type(things[0]).__name__ if things else ""
+        raise UserError(f"session.prepare({first}, ...): the first thing is the model, an nn.Module")
+    for thing in data:
+        if callable(getattr(thing, "step", None)):
+            what = f"session.prepare(...): {type(thing).__name__} has a step() and is no torch optimizer or scheduler"
+            raise UserError(f"{what}: give the torch optimizer that it wraps, and leave it out")
+    if any(schedule.optimizer not in optimizers for schedule in schedulers):
         raise UserError("session.prepare(...): the schedule belongs to another optimizer than the one given")
-    if optimizer is not None and not _parameters_of(optimizer) <= {id(parameter) for parameter in model.parameters()}:
-        raise UserError("session.prepare(...): the optimizer has parameters that the model has not: give the model's")
-    return _with_data(model, data[0], batch_size, optimizer)
-
-
-def _with_data(model: nn.Module, data: Any, batch_size: int | None, optimizer: Optimizer | None) -> UserObjects:
-    if not isinstance(data, DataLoader):
-        if isinstance(data, tuple) and all(isinstance(part, torch.Tensor) for part in data):
-            data = TensorDataset(*data)
-        if isinstance(data, Mapping) and type(data) is not dict:
-            what = f"session.prepare(...): {type(data).__name__} is a mapping, but not a plain dict"
-            raise UserError(f"{what}: give dict(data) if its tensors have a row per sample, else a DataLoader over it")
-        size = DEFAULT_BATCH if batch_size is None else batch_size
-        return UserObjects(model, data, size, None, optimizer, None, _are_columns(data))
-    order = order_of(data)
-    if batch_size is not None and batch_size != order.batch_size:
-        found = order.batch_size or f"{order.name}, which makes batches itself"
-        raise UserError(f"session.prepare(...): batch_size={batch_size}, and the loader has {found}: leave it out")
-    if _are_columns(data.dataset):
-        what = "session.prepare(...): a DataLoader over a dict of tensors looks for samples 0, 1, ... among its keys"
-        raise UserError(f"{what}: give the dict itself, with batch_size=N")
-    return UserObjects(model, data.dataset, order.batch_size or 0, data.collate_fn, optimizer, order, columns=False)
-
-
-def _are_columns(data: Any) -> bool:
-    """Whether data is a plain dict of tensors with a row per sample. Raise UserError if it has no numbered samples."""
-    if type(data) is dict and any(isinstance(key, str) for key in data):
-        require_samples("session.prepare(...): training", data, None)
-        return True
-    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
-        what = f"session.prepare(...): {type(data).__name__} has no length or cannot be indexed"
-        why = "Paceline assigns samples by number"
-        raise UserError(f"{what}; {why}: give a map-style data set, tensors, or a DataLoader over one")
-    return False
+    found = UserObjects(models, optimizers, schedulers, data)
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    trained = {id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"]}
+    if optimizers and not known & trained:
+        what = f"session.prepare(...): {type(optimizers[0]).__name__} has no parameter of the model given"
+        raise UserError(f"{what}: give the model that it trains")
+    if not found.parameters():
+        raise UserError("the model has no parameter that requires a gradient: there is nothing to train")
+    return found
 
 
 def require_agreement(settings: Mapping[str, Any], config: RunConfig, typed: frozenset[str]) -> None:
@@ -104,3 +89,75 @@ def require_agreement(settings: Mapping[str, Any], config: RunConfig, typed: fro
         if name in typed and getattr(config, name) != value:
             flag = f"--{name.replace('_', '-')} {getattr(config, name)}"
             raise UserError(f"{flag}, and the script itself says {value}: leave out one of the two")
+
+
+Place: TypeAlias = tuple[tuple[int, int], ...]
+"""The pass of each loader, and how many of its batches were handed out."""
+
+
+class FollowedScheduler:
+    """A scheduler that was handed to `prepare`: counts its steps for the worker's next incarnation to go on there.
+
+    They are counted from the state that the script loads into it, if it does. The next incarnation loads that too.
+    While a loop runs through epochs that its predecessor has finished, `is_ignored` is true and steps do nothing.
+    """
+
+    def __init__(
+        self, scheduler: LRScheduler | ReduceLROnPlateau, is_ignored: Callable[[], bool], where: Callable[[], Place]
+    ) -> None:
+        self.count, self._step = 0, cast(Callable[..., None], MethodType(type(scheduler).step, scheduler))
+        self.can_go_on = not isinstance(scheduler, ReduceLROnPlateau)
+        self._pushed_at: Place | None = None
+        self._gone_on = 0  # steps that the predecessor had made, until the first push
+        self._before: list[dict[str, Any]] = []  # the settings of the optimizer before these
+        self._optimizer: Any = scheduler.optimizer
+        self._following = self._usual = 0  # steps between a push and the next batch: after the last push, and usually
+
+        kind = type(scheduler)
+
+        def step(this: Any, *arguments: Any, **named: Any) -> None:
+            if not is_ignored():
+                self.count += 1
+                self.can_go_on = self.can_go_on and not (arguments or named)
+                self._following += where() == self._pushed_at
+                kind.step(this, *arguments, **named)
+
+        def load_state_dict(this: Any, state_dict: dict[str, Any]) -> None:
+            for group, before in zip(self._optimizer.param_groups, self._before, strict=False):
+                group.update(before)
+            kind.load_state_dict(this, state_dict)
+            self.count = 0
+            if self._gone_on:
+                self._make_steps(self._gone_on)
+
+        # In a class of its own: what is in the instance would be part of its `state_dict()`.
+        calls = {"step": step, "load_state_dict": load_state_dict, "__module__": kind.__module__}
+        scheduler.__class__ = type(kind.__name__, (kind,), calls)
+
+    def count_after(self, place: Place) -> int:
+        """The steps by the time the loop asks for its next batch, after the push at `place`.
+
+        A loop that steps its schedule after every push will do so after this one; at the end of a pass, the next
+        incarnation does it too.
+        """
+        if self._pushed_at is not None and [number for number, _ in place] == [number for number, _ in self._pushed_at]:
+            self._usual = self._following
+        self._pushed_at, self._following = place, 0
+        self._gone_on, self._before = 0, []
+        count = self.count + self._usual
+        return count if self.can_go_on else -1 - count
+
+    def go_on(self, count: int) -> None:
+        """Make as many steps as the predecessor had made; one whose steps have arguments stays where it is."""
+        self.can_go_on = self.can_go_on and count >= 0
+        self._gone_on = count if count >= 0 else -1 - count
+        groups = self._optimizer.param_groups
+        self._before = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        self._make_steps(self._gone_on)
+
+    def _make_steps(self, count: int) -> None:
+        self.count = count
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it steps before its optimizer does
+            for _ in range(count if self.can_go_on else 0):
+                self._step()

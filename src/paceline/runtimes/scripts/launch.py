@@ -11,12 +11,13 @@ from paceline.config import SCRIPT, SCRIPT_MAY_DECIDE, RunConfig, given
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.arrival_log import next_incarnation
-from paceline.runs.folder import RunFolder, holding, require_survivors
+from paceline.runs.folder import RunFolder, new_folder, require_survivors
 from paceline.runs.recording import ScriptCall
 from paceline.runtimes.local.fault_injection import faults_for_processes
 from paceline.runtimes.local.fork_server import ForkServer
 from paceline.runtimes.local.supervisor import ProcessPlan, run_local
-from paceline.settings.resolve import require_own_loop, resolve
+from paceline.runtimes.scripts.lines_to_add.message import require_paceline
+from paceline.settings.resolve import resolve_own_loop
 
 
 def run_script(config: RunConfig, command: list[str], console: Console) -> tuple[RunFolder, dict[str, Any]]:
@@ -27,11 +28,10 @@ def run_script(config: RunConfig, command: list[str], console: Console) -> tuple
     if not script.is_file():
         raise UserError(f"script {script} does not exist")
     typed = given(config, SCRIPT_MAY_DECIDE)
-    config = resolve(dataclasses.replace(config, task=f"{SCRIPT}:{script.stem}"))
-    require_own_loop(config)
+    config = resolve_own_loop(dataclasses.replace(config, task=f"{SCRIPT}:{script.stem}"))
     faults = faults_for_processes(config, script=True)
-    folder = RunFolder.create(config)
-    with holding(folder), ForkServer() as forks:
+    require_paceline(script)
+    with new_folder(config) as folder, ForkServer() as forks:
         ScriptCall.of(command).save(folder)
         spec = {"facts": provenance(config, None), "script": [str(script), *command[1:]], "typed": typed}
         processes = ProcessPlan(spec, [], server_role="script server", worker_role="script", faults=faults)
@@ -41,7 +41,10 @@ def run_script(config: RunConfig, command: list[str], console: Console) -> tuple
 
 
 def resume_script(folder: RunFolder, config: RunConfig, console: Console) -> dict[str, Any]:
-    """Start the script again in its folder. The server resumes from the newest checkpoint; later pushes are lost."""
+    """Start the script again in its folder. The server resumes from the newest checkpoint.
+
+    Later pushes are read from the folder if the run is durable, else they are lost.
+    """
     folder.require_unfinished(config.recovery)
     if config.recovery == "skip-batch":
         raise UserError("--recovery skip-batch: your own loop chooses its batches; use --recovery checkpoint")

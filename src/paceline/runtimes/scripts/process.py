@@ -16,6 +16,7 @@ from paceline.assembly.task import initial_seed, seed_generators
 from paceline.config import from_dict
 from paceline.errors import PacelineError, RunFailed
 from paceline.runtimes.scripts import session
+from paceline.runtimes.scripts.served_loop import WorkerEnv
 from paceline.system.memory import keep_freed_memory
 from paceline.transports.shared_memory import SharedMemoryClient
 
@@ -29,14 +30,16 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     transport = SharedMemoryClient(socket.socket(fileno=fds[0]))
     folder = Path(spec["folder"]).resolve() if not spec.get("replay") else None
     typed = frozenset(spec.get("typed", ()))
-    session.inherited = session.WorkerEnv(config, spec["worker"], spec["incarnation"], transport, typed, folder)
+    session.inherited = WorkerEnv(config, spec["worker"], spec["incarnation"], transport, typed, folder)
     seed_generators(initial_seed(config))
     if "cwd" in spec:
         os.chdir(spec["cwd"])
     sys.argv = spec["script"]
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        _run_script()
+    except session.TrainingOver:
+        return 0
     except PacelineError as error:
         if not spec.get("replay"):
             raise
@@ -45,3 +48,14 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         print(f"{spec['name']}: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _run_script() -> None:
+    """Run it; a `next(...)` on a loader without a further batch, which no `for` catches, may be the end of training."""
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except (StopIteration, RuntimeError) as error:
+        is_missing = isinstance(error, StopIteration) or isinstance(error.__cause__, StopIteration)  # in a generator
+        if is_missing and session.joined is not None:
+            session.joined.explain_missing_batch()
+        raise

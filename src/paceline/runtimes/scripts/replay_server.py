@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.assembly.own_loop import optimizer_state
 from paceline.core.buffers import WorkerBuffers
-from paceline.core.messages import EstimatedStatistics, Join, Push, ReadWeights, Reply, SetLrFactor
+from paceline.core.messages import Join, OwnLoopInput, Push, ReadOptimizer, ReadWeights, Reply
 from paceline.errors import ProtocolError, RunFailed
 from paceline.runs.arrival_log import Record
 from paceline.runs.compare_replay import checkpoints_by_record, compare
@@ -50,13 +50,11 @@ class ScriptWorker:
         return message if isinstance(message, Push) else None
 
 
-def receive(
-    peer: SharedMemoryPeer, patience: float, what: str
-) -> Hello | Push | ReadWeights | EstimatedStatistics | None:
-    """Receive a worker's next message, or None if it is gone; skip logged metrics and learning rates."""
+def receive(peer: SharedMemoryPeer, patience: float, what: str) -> Hello | Push | OwnLoopInput | None:
+    """Receive a worker's next message, or None if it is gone; skip logged metrics."""
     peer.connection.settimeout(patience)
     try:
-        while isinstance(message := peer.receive(), ReportedFigures | SetLrFactor):
+        while isinstance(message := peer.receive(), ReportedFigures):
             pass
     except TimeoutError:
         silence = f"worker {peer.worker} was silent for {patience:.0f} s, but the log has {what} of it"
@@ -67,7 +65,7 @@ def receive(
 
 
 class ScriptWorkers:
-    """The scripts of a replay, by worker."""
+    """The scripts of a replay, by worker. The first of each worker start at once, later incarnations as they join."""
 
     def __init__(self, control: SupervisorChannel, records: list[Record]) -> None:
         self._control, self._patience = control, patience(records)
@@ -78,9 +76,13 @@ class ScriptWorkers:
         for record in records:
             if record.kind == "join":
                 first.setdefault(record.worker, record.incarnation)
-        for worker, incarnation in first.items():
+        self._start(first)
+
+    def _start(self, incarnations: dict[int, int]) -> None:
+        """Start the scripts of these workers, in these incarnations."""
+        for worker, incarnation in incarnations.items():
             self._control.send({"kind": "start", "worker": worker, "incarnation": incarnation})
-        for _ in first:
+        for _ in incarnations:
             order, fds = self._control.receive()
             peer = SharedMemoryPeer(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"])
             self._peers[peer.worker] = peer
@@ -88,10 +90,9 @@ class ScriptWorkers:
     def hello(self, join: Join) -> Hello:
         """The hello of a worker that joins. It is received once."""
         worker = join.worker
-        if worker not in self._peers:
-            raise RunFailed(
-                f"worker {worker} joins again in the log: a script cannot come back in the middle of its run"
-            )
+        if worker not in self._peers or self._peers[worker].incarnation != join.incarnation:
+            self.hang_up(worker)
+            self._start({worker: join.incarnation})
         if worker not in self._hellos:
             message = receive(self._peers[worker], START_SECONDS, "the hello")
             if not isinstance(message, Hello):
@@ -125,6 +126,9 @@ class ScriptWorkers:
         if isinstance(message, ReadWeights):
             statistics.read(peer)
             return
+        if isinstance(message, ReadOptimizer):
+            peer.send_optimizer(optimizer_state(statistics.server, message.optimizer))
+            return
         statistics.add(peer, record.samples)
         self._num_statistics -= 1
         if not self._num_statistics:
@@ -135,6 +139,27 @@ class ScriptWorkers:
         self._hellos.pop(worker, None)
         if (peer := self._peers.pop(worker, None)) is not None:
             peer.connection.close()
+
+    def hang_up_all(self) -> None:
+        """Disconnect every worker: the run was stopped or killed here, and resumed with new processes."""
+        for worker in tuple(self._peers):
+            self.hang_up(worker)
+
+
+def last_leaves(records: Sequence[Record]) -> set[int]:
+    """Numbers of the leave records after which a script has nothing to say any more: its process is hung up there.
+
+    A script that leaves early still reads the final weights, so the leave record before that is not its last.
+    """
+    following: dict[int, str] = {}
+    found: set[int] = set()
+    for number in reversed(range(len(records))):
+        kind, worker = records[number].kind, records[number].worker
+        if kind == "leave" and following.get(worker, "join") in ("join", "leave"):
+            found.add(number)
+        if kind in ("join", "leave", "push", "rate", "read", "statistics"):
+            following[worker] = kind
+    return found
 
 
 def patience(records: Iterable[Record]) -> float:
@@ -155,20 +180,25 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         recording = open_recording(Path(spec["folder"]), spec["until"], output)
         records = recording.log.effective_records
         before_push = itertools.takewhile(lambda record: record.kind != "push", records)
-        joins = [record.message for record in before_push if isinstance(record.message, Join)]
+        joins: dict[int, Join] = {}
+        for record in before_push:
+            if isinstance(record.message, Join):
+                joins.setdefault(record.worker, record.message)
         scripts = ScriptWorkers(control, records)
         if not joins:
             raise RunFailed("no worker joined in this run: there is nothing to replay")
-        _, model, server = learn(recording.config, [scripts.hello(join) for join in joins], recording.folder)
+        _, model, server = learn(recording.config, [*map(scripts.hello, joins.values())], recording.folder)
         again = Replay(server, scripts.instance, send=scripts.answer, compare_with=checkpoints_by_record(recording))
         statistics = FinalStatistics(server, model)
-        left = Counter(record.worker for record in records)
+        last = last_leaves(records)
 
         def passed(record: Record) -> None:
-            left[record.worker] -= 1
-            if record.kind in ("read", "statistics"):
+            if record.kind in ("read", "optimizer", "statistics"):
                 scripts.own_loop_input(record, statistics)
-            elif record.kind == "leave" and not left[record.worker]:  # else it leaves early and reads the last weights
+            elif record.kind == "resume":
+                scripts.hang_up_all()
+                statistics.clear()
+            elif again.fed - 1 in last:
                 scripts.hang_up(record.worker)
 
         with torch.inference_mode():

@@ -1,209 +1,313 @@
-"""A user's own training loop: `with paceline.join() as session`, on many workers (`paceline run`) or alone."""
+"""A user's own training loop: `session = paceline.join()`, on many workers (`paceline run`) or alone."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from paceline.assembly.task import seed_generators
 from paceline.config import SCRIPT, SCRIPT_MAY_DECIDE, RunConfig, given
-from paceline.core.messages import Join, Push, Reply, SetLrFactor, loss_of_push
-from paceline.errors import RunFailed, UserError
-from paceline.models.dropout import address_dropout
+from paceline.errors import UserError
+from paceline.models.dropout import AddressedDropout
 from paceline.randomness import mix64
-from paceline.runs.durable_files import write_atomically
-from paceline.runs.folder import RunFolder
 from paceline.runtimes.scripts import adopt
-from paceline.runtimes.scripts.bound_model import BoundModel
-from paceline.runtimes.scripts.optimizer import AdoptedOptimizer, decay_of, settings_of
-from paceline.runtimes.scripts.sampler import AddressedBatches, LoopShare, share_data
+from paceline.runtimes.scripts.loading.loader import WorkerLoader, share
+from paceline.runtimes.scripts.local_loop import LocalLoop
+from paceline.runtimes.scripts.optimizer import settings_of
+from paceline.runtimes.scripts.served_loop import ServedLoop, WorkerEnv
 from paceline.runtimes.scripts.standalone import InProcessClient
-from paceline.runtimes.worker_loop import StepTimer
-from paceline.settings.resolve import require_own_loop, resolve
-from paceline.settings.strategies import CLASSIC
+from paceline.settings.resolve import resolve_own_loop
+from paceline.settings.strategies import CLASSIC, strategy_of
 from paceline.system.subnormals import flush_subnormals
-from paceline.tasks.flat import FlatModule
-from paceline.tasks.script_model import save_frozen
-from paceline.transports.protocol import ScriptTransport
+
+_STEP, _GENERATOR = 0x57E9, 0x6E4A7  # purposes of random keys
 
 
-@dataclass(frozen=True)
-class WorkerEnv:
-    """What `paceline run` gave this process: its config, its number, its transport, and the run folder."""
+class TrainingOver(SystemExit):
+    """Ends a script that makes steps after its run is over. It is no error: the exit code is 0."""
 
-    config: RunConfig
-    worker: int
-    incarnation: int
-    transport: ScriptTransport
-    typed: frozenset[str] = frozenset()
-    folder: Path | None = None
 
+MOST_EMPTY_PASSES = 1000
+"""Passes without a batch after the end of training, as of a loop over epochs, before a loop counts as endless."""
 
 inherited: WorkerEnv | None = None
+joined: Session | None = None
+"""What `paceline run` gave this process, and the session that the script made of it."""
 
 
 class Session:
-    """One worker's share of a run, driven by the user's own loop."""
+    """One worker's share of a run, driven by the user's own loop.
 
-    def __init__(self, env: WorkerEnv) -> None:
+    Alone, without a run and without settings of its own, it leaves model, optimizer and loaders as they are.
+    """
+
+    def __init__(self, env: WorkerEnv, is_plain: bool = False) -> None:
         self.config, self.worker, self.num_workers = env.config, env.worker, env.config.workers or 1
-        self.finished, self.stepped = False, True
-        self._evaluates = self._is_final = False  # whether the model holds the weights that are evaluated, or saved
-        self._incarnation, self._transport = env.incarnation, env.transport
-        self._typed, self._folder = env.typed, env.folder
-        self._bound: BoundModel | None = None
+        self.finished = False
+        self._env, self._is_plain = env, is_plain
         self._handed: adopt.UserObjects | None = None
-        self._optimizer: AdoptedOptimizer | None = None
-        self._reply: Reply | None = None
-        self._samples = self._parts_left = self._pass_samples = 0
-        self._weight = 1.0  # of the current batch among those of its step
-        self._loss: float | None = None  # of the batch; None: the script did not tell it
-        self._factor = 1.0 if not env.incarnation else math.nan  # an earlier incarnation may have set another factor
-        self._timer = StepTimer(env.config, env.worker)
-        self._began = 0.0, 0.0  # when the step began: by the clock, and by the CPU time of this process
+        self._loop: ServedLoop | None = None
+        self._has_length = False  # whether `prepare` was told when training ends
+        self._steps_left: int | None = None  # of a plain loop with `steps=N`
+        self._iteration = self._ignored = self._empty_passes = 0
+        self._samples = [0]  # since the last push of each optimizer
+        self._last_samples = [1]  # of these pushes
+        self._is_asked_for_steps = False  # whether the script reads `iteration`
+        self._evaluates = self._is_final = False  # whether the model holds the weights that are evaluated, or saved
+        self._loss: float | None = None  # of the step; None: the script did not tell it
+        self._generators: list[torch.Generator] = []
+        self._dropouts: list[AddressedDropout] = []
 
     def __enter__(self) -> Session:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         try:
-            if error is None and self._bound is not None:
+            if (error is None or error is TrainingOver) and self._handed is not None:
                 self.finish()
         finally:
-            self._transport.close()
+            self._env.transport.close()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is worker 0: the one that prints, evaluates and saves if one is enough."""
+        return self.worker == 0
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the model holds the final weights: under `no_grad`, loaders give whole passes again."""
+        return self._is_final
+
+    @property
+    def iteration(self) -> int:
+        """The steps of this worker's loop so far, with those of a predecessor that was killed."""
+        self._is_asked_for_steps = True
+        return self._made
+
+    @property
+    def _made(self) -> int:
+        return self._loop.step_number if self._loop is not None else self._iteration
 
     def prepare(
-        self,
-        model: nn.Module,
-        *things: Any,
-        batch_size: int | None = None,
-        epochs: float | None = None,
-        accumulate: int = 1,
-    ) -> tuple[Any, ...]:
-        """Bind the model to memory shared with the server, and give this worker its batches.
+        self, *things: Any, batch_size: int | None = None, epochs: float | None = None, steps: int | None = None
+    ) -> Any:
+        """Share the training of a model between the workers. Everything comes back in the same order.
 
-        `things` are the data (a data set, tensors, or your loader) and, optionally, your optimizer and its schedule.
-        The optimizer's settings become the run's, and its `step()` pushes. They come back in the same order, the data
-        as an iterable of batches that ends when training is over. With `epochs`, which a loader needs, each pass over
-        it is one epoch. `accumulate` batches make one step. All workers start from worker 0's weights.
+        `things` are the model (or several), its optimizer, its scheduler, and what it is trained on: a `DataLoader`, a
+        data set, tensors; or none if your loop draws its own batches. `optimizer.step()` then pushes the gradients and
+        loads the next weights. Each loop over a loader is one pass over this worker's share. Training ends with your
+        loop, or after `epochs` over the data, or after `steps` optimizer steps of all workers together.
         """
-        if self._bound is not None:
-            raise UserError("session.prepare(...) was called twice: a session trains one model")
-        handed = self._handed = adopt.sort_out(model, things, batch_size)
-        settings = self._settings(handed, epochs, accumulate)
-        config = dataclasses.replace(self.config, **settings)
-        work = share_data(handed, config, self.worker, accumulate)
-        self.config = dataclasses.replace(config, batch_size=work.batch_size)
-        self._join(handed, work, settings)
-        loader = AddressedBatches(self, handed, work.batches, epochs is not None, accumulate)
-        if handed.optimizer is not None:
-            self._optimizer = AdoptedOptimizer(handed.optimizer, model, begun=self.step_number > 0)
-            self._optimizer.take_over(self._step_of_optimizer)
-        return model, *(thing if isinstance(thing, (Optimizer, *adopt.SCHEDULES)) else loader for thing in things)
+        if self._handed is not None:
+            raise UserError("session.prepare(...) was called twice: give all models, optimizers and loaders at once")
+        if (epochs is not None and not epochs > 0) or (steps is not None and steps < 1):
+            raise UserError(f"session.prepare(..., epochs={epochs}, steps={steps}): give positive numbers")
+        handed = self._handed = adopt.sort_out(things)
+        self._has_length = steps is not None or epochs is not None
+        self._dropouts = [part for part in handed.container.modules() if isinstance(part, AddressedDropout)]
+        back = self._prepare_plain(handed, batch_size, epochs, steps)
+        if back is None:
+            back = self._prepare_served(handed, batch_size, epochs, steps)
+        found = iter(back)
+        returned = tuple(next(found) if any(thing is one for one in handed.data) else thing for thing in things)
+        return returned if len(returned) > 1 else returned[0]
 
-    def _settings(self, handed: adopt.UserObjects, epochs: float | None, accumulate: int) -> dict[str, Any]:
-        """Return the settings that the script decides. Raise UserError if they do not fit."""
-        if handed.order is not None and epochs is None:
-            passes = "say how many passes your loop makes over it, as in epochs=10; workers share them"
-            raise UserError(f"session.prepare(..., loader): {passes}")
-        if accumulate < 1 or (epochs is not None and not epochs > 0):
-            raise UserError(f"session.prepare(..., epochs={epochs}, accumulate={accumulate}): give positive numbers")
-        settings: dict[str, Any] = settings_of(handed.optimizer) if handed.optimizer is not None else {}
-        if epochs is not None:
-            settings |= {"epochs": float(epochs), "epoch_mode": "own"}
-        adopt.require_agreement(settings, self.config, self._typed)
-        return settings
+    def _prepare_plain(
+        self, handed: adopt.UserObjects, batch_size: int | None, epochs: float | None, steps: int | None
+    ) -> list[Any] | None:
+        """Leave everything as it is, and only count the steps; None if this loop needs a server."""
+        per_pass = [epochs is not None or isinstance(one, DataLoader) for one in handed.data]
+        is_endless = not all(per_pass) and steps is None  # only a server counts the run's epochs
+        if not self._is_plain or not handed.optimizers or is_endless:
+            return None
+        shared = [
+            one if isinstance(one, DataLoader) and steps is None else self._share(one, number, batch_size, in_passes)
+            for number, (one, in_passes) in enumerate(zip(handed.data, per_pass, strict=True))
+        ]
+        self._steps_left = steps
+        handed.optimizers[0].register_step_post_hook(lambda *_: self._count_step())
+        return shared
 
-    def _join(self, handed: adopt.UserObjects, work: LoopShare, settings: dict[str, Any]) -> None:
-        """Bind the model and join the run."""
-        if handed.optimizer is not None:
-            decays, trained = decay_of(handed.optimizer), handed.parameters
-            flat = FlatModule(handed.model, decays, lambda parameter: id(parameter) in trained)
-        else:
-            flat = FlatModule(handed.model)
-        bound = self._bound = BoundModel(flat, next(handed.model.parameters()).device)
-        if isinstance(self._transport, InProcessClient):
-            self._transport.start(self.config, flat.layout, bound.slot, work.budget(self.config), work.skew)
-        elif self._folder is not None:
-            self._keep_frozen(flat, RunFolder(self._folder))
-        self._pass_samples = work.batches.per_epoch * work.batch_size
-        sources = flat.sources()
-        own_names = {part.name: part.name for part in (*flat.layout.parameters, *flat.state_layout.parameters)}
+    def _count_step(self) -> None:
+        self._iteration += 1
+        self._seed_generators()
+        if self._steps_left is not None:
+            if self.finished:
+                self._end_script()
+            self.finished = self._iteration >= self._steps_left
+
+    def _share(self, data: Any, number: int, batch_size: int | None, in_passes: bool | None) -> WorkerLoader:
+        return share(data, self, self.config, self.worker, number=number, batch_size=batch_size, in_passes=in_passes)
+
+    def _prepare_served(
+        self, handed: adopt.UserObjects, batch_size: int | None, epochs: float | None, steps: int | None
+    ) -> list[WorkerLoader]:
+        env, settings = self._env, settings_of(handed.optimizers[0]) if handed.optimizers else {}
+        settings |= {"epochs": float(epochs)} if epochs is not None else {}
+        adopt.require_agreement(settings, self.config, env.typed)
+        self.config = dataclasses.replace(self.config, **settings)
+        in_passes = True if epochs is not None else None
+        loaders = [self._share(one, number, batch_size, in_passes) for number, one in enumerate(handed.data)]
+        known = loaders[0].facts if loaders else None
+        is_bare = bool(loaders) and not isinstance(handed.data[0], DataLoader)
+        self.config = dataclasses.replace(self.config, batch_size=known.batch_size if known is not None else 1)
         facts = {
-            "layout": flat.layout.to_rows(),
-            "state_layout": flat.state_layout.to_rows(),
-            "num_samples": work.epoch_samples,
-            "quota_samples": work.quota_samples,
-            "order": work.order,
-            "skew": work.skew,
+            "num_samples": known.epoch_samples if known is not None else None,
+            "order": known.order if known is not None else None,
+            "skew": known.skew if known is not None else 0.0,
             "batch_size": self.config.batch_size,
-            "max_samples": work.max_samples,
             "settings": settings,
-            "sources": None if sources == own_names else sources,
+            "steps": steps,
+            "epochs": self.config.epochs if epochs or "epochs" in env.typed or (is_bare and not steps) else None,
         }
-        join = Join(self.worker, self._incarnation, work.quota, torch.get_num_threads(), own_loop=True)
-        self._take(self._transport.hello(join, bound.slot, facts))
-        self._timer.restart()
-        self._began = time.perf_counter(), time.process_time()
-        bound.renew()
+        kind = LocalLoop if strategy_of(self.config).is_local else ServedLoop
+        loop = self._loop = kind(env, self.config, handed, loaders)
+        self._samples, self._last_samples = ([value] * max(1, len(handed.optimizers)) for value in (0, 1))
+        self.finished = loop.join(facts, self._step_of_optimizer).finished
+        self._seed_step()
+        loop.bound.record_inputs(True)
+        return loaders
 
-    @staticmethod
-    def _keep_frozen(flat: FlatModule, folder: RunFolder) -> None:
-        """Save the tensors that no push brings: they belong to the saved weights too."""
-        kept = save_frozen(flat) if not folder.frozen_file.exists() else None
-        if kept is not None:
-            write_atomically(folder.frozen_file, kept)
+    def split(self, data: Any) -> Any:
+        """Return this worker's part of `data`, a run of neighbours along its first axis: tensors, arrays, lists.
+
+        For loops that walk over their data in order. Call it before anything is derived from the data's length.
+        """
+        try:
+            length = len(data)
+            part = slice(self.worker * length // self.num_workers, (self.worker + 1) * length // self.num_workers)
+            found = data[part]
+        except (TypeError, KeyError, IndexError) as error:
+            what = f"session.split({type(data).__name__}): it cannot be cut into parts ({error})"
+            raise UserError(f"{what}: give a tensor, an array or a list") from None
+        if not part.stop - part.start:
+            raise UserError(f"session.split(...): {length} items for {self.num_workers} workers: use fewer workers")
+        return found
+
+    def rng(self) -> torch.Generator:
+        """Return a generator that is seeded before every step by the run's seed, this worker and the step."""
+        self._generators.append(torch.Generator())
+        self._seed_generators()
+        return self._generators[-1]
+
+    def _seed_generators(self) -> None:
+        for number, generator in enumerate(self._generators):
+            generator.manual_seed(mix64(self.config.seed, self.worker, self._made, number, _GENERATOR))
+
+    def _seed_step(self) -> None:
+        """Seed all randomness of the next step by the run's seed, this worker and the step."""
+        self._seed(mix64(self.config.seed, self.worker, self._made, _STEP))
+        self._seed_generators()
+
+    def _seed(self, key: int) -> None:
+        seed_generators(key)
+        for module in self._dropouts:
+            module.key = key
+
+    def begin_batch(self, key: int) -> None:
+        """Seed all randomness by the key of a batch."""
+        self._seed(key)
+
+    def begin_empty_pass(self) -> None:
+        """Count a pass that begins after the end of training; end a loop that asks for batches without end."""
+        self._empty_passes += 1
+        if self._empty_passes > MOST_EMPTY_PASSES:
+            self._end_script()
+
+    def explain_missing_batch(self) -> None:
+        """The script has failed because `next(...)` found no batch: end it if training is over, else say why."""
+        if self.finished:
+            self._end_script()
+        if self._loop is not None and self._loop.skips_passes():
+            what = f"worker {self.worker} goes on in a later pass, and next(...) found no batch in a finished one"
+            print(f"{what}: draw batches in a loop 'for batch in loader', which runs through these", file=sys.stderr)
+            raise SystemExit(1)
 
     def backward(self, loss: Tensor) -> None:
         """Call `loss.backward()`, and show the loss in the run's progress."""
-        value = float(loss.detach()) * self._weight
+        value = float(loss.detach())
         self._loss = value if self._loss is None else self._loss + value
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, loss: float | Tensor | None = None, weight: float | Tensor | None = None) -> None:
         """Push the gradients of the last backward and load the next weights. `loss` is shown; a NaN ends the run.
 
-        `weight` is how many items your mean loss counts (tokens, say), if these are not the samples of the batch: the
-        mean over the workers of a round is weighted by it.
-
-        Works with `zero_grad()`, which replaces gradients. Gradients are cleared afterwards.
+        For loops that hand over no optimizer: the server steps the one that `--optimizer` names. Gradients are cleared
+        afterwards. `weight` is how many items your mean loss counts (tokens, say), if these are not the samples of the
+        batch: the mean over the workers of a round is weighted by it.
         """
-        bound, reply = self._require_bound("step"), self._reply
-        assert reply is not None, "a bound model has joined"
-        self._require_batch()
-        if loss is not None:
-            self._loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        loop = self._require_prepared("step")
         weight = None if weight is None else float(weight)
         if weight is not None and not 0.0 < weight < math.inf:
             raise UserError(f"session.step(loss, weight={weight:g}): give how many items the mean loss counts, above 0")
-        bound.require_unchanged()
-        if self._optimizer is not None:
-            self._optimizer.require_same()
-        bound.collect()
-        self._send_rate()
-        seq, slot, loss = reply.serial, bound.slot, loss_of_push(self._loss)
-        named = (self.worker, self._incarnation, seq, reply.serial)
-        push = Push(*named, self._samples, loss, slot.update, slot.state, weight)
-        self.stepped, self._loss, bound.inputs.records = True, None, False
-        self._take(self._transport.exchange(push, self._timer.end(*self._began, seq, reply.steps)))
-        self._began = time.perf_counter(), time.process_time()
-        bound.renew()
+        if loop is None or loop.optimizers or loop.steps_here:
+            raise UserError(
+                "session.step(...): the optimizer that you passed to session.prepare(...) steps: call its step()"
+            )
+        self._push(0, loss, weight)
+        loop.bound.clear()
 
-    def _require_bound(self, call: str) -> BoundModel:
-        if self._bound is None:
-            raise UserError(f"session.{call}() before session.prepare(model, dataset): there is no model yet")
-        return self._bound
+    def _step_of_optimizer(self, number: int, loss: Any, scale: float | None, skipped: bool) -> None:
+        self._push(number, loss if isinstance(loss, Tensor | float) else None, None, scale, skipped)
+
+    def _push(self, number: int, loss: float | Tensor | None, weight: float | None, *scaling: Any) -> None:
+        loop = self._loop
+        assert loop is not None
+        if self._evaluates:
+            raise UserError("a step inside session.eval_weights(): these weights are not trained; step after the block")
+        if self._is_final:
+            raise UserError("a step after session.finish(): this worker has left the training")
+        if self.finished:
+            self._ignored += 1
+            has_data = self._handed is not None and bool(self._handed.data)
+            if self._ignored > len(loop.optimizers) - (not has_data):
+                self._end_script()
+            return
+        if loss is not None:
+            self._loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        trained = loop.settle_batches()
+        self._samples = [count + trained for count in self._samples]
+        samples = self._last_samples[number] = self._samples[number] or self._last_samples[number]
+        if not loop.has_stepped:
+            self._note_steps_made(loop)
+            if loop.ignores_loaders and self.is_main:
+                what = "a step, and no batch came from what session.prepare(...) returned for the loader"
+                print(f"{what}: every worker reads all data; let the loop read that one", file=sys.stderr)
+        reply = loop.push(number, samples, self._loss, weight, *scaling)
+        self._loss, self.finished, self._samples[number] = None, reply.finished, 0
+        if not number:
+            self._seed_step()
+
+    def _note_steps_made(self, loop: ServedLoop) -> None:
+        """After a restart, say so if the loop may count from 0 again: it has no loader or budget, and did not ask."""
+        counts_alone = self._handed is not None and not self._handed.data and not self._has_length
+        if loop.step_number and counts_alone and not self._is_asked_for_steps:
+            what = f"worker {self.worker} goes on after {loop.step_number} steps, and its loop has not asked for them"
+            print(f"{what}: one that counts its steps starts at session.iteration", file=sys.stderr)
+
+    def _end_script(self) -> None:
+        """End a loop that goes on after the training is over; a loop over a loader ends by itself."""
+        if not self._is_final:
+            self.finish()
+        if self.is_main:
+            what = "training is over, and the loop goes on: the script ends here"
+            print(f"{what}; leave the loop when session.finished is true to run what follows it", file=sys.stderr)
+        raise TrainingOver(0)
+
+    def _require_prepared(self, call: str) -> ServedLoop | None:
+        if self._handed is None:
+            raise UserError(f"session.{call}() before session.prepare(model, ...): there is no model yet")
+        return self._loop
 
     @contextmanager
     def eval_weights(self) -> Iterator[nn.Module]:
@@ -212,125 +316,59 @@ class Session:
         They are averaged if the run averages. The statistics are estimated from this worker's newest batches.
         Afterwards the model has its training weights, buffers and modes back.
         """
-        bound = self._require_bound("eval_weights")
-        if self._evaluates or self._is_final:
-            yield bound.flat.module
+        loop = self._require_prepared("eval_weights")
+        assert self._handed is not None
+        if loop is None or self._evaluates or self._is_final:
+            yield self._handed.models[0]
             return
-        paused, recorded = (time.perf_counter(), time.process_time()), bound.inputs.records
-        with bound.restored():
-            self._evaluates, bound.inputs.records = True, False
+        paused = time.perf_counter(), time.process_time()
+        loop.bound.record_inputs(False)
+        with loop.bound.restored():
+            self._evaluates = True
             try:
-                self._read(bound, final=False)
-                yield bound.flat.module
+                loop.read(final=False)
+                yield self._handed.models[0]
             finally:
-                self._evaluates, bound.inputs.records = False, recorded
-        wall, cpu = time.perf_counter() - paused[0], time.process_time() - paused[1]
-        self._began = self._began[0] + wall, self._began[1] + cpu  # an evaluation is no part of the step
+                self._evaluates = False
+        loop.bound.record_inputs(True)
+        loop.pause(paused)
 
     def finish(self) -> None:
         """End this worker's training. Afterwards the model holds the final weights and statistics, as they are saved.
 
         It waits for the other workers. Leaving the session's `with` block calls it, unless there was an error.
         """
-        bound = self._require_bound("finish")
+        loop = self._require_prepared("finish")
         if self._is_final:
             return
         if self._evaluates:
             raise UserError("session.finish() inside session.eval_weights(): call it after that block")
-        bound.inputs.records = False
-        is_estimate = self._read(bound, final=True)
-        if bound.flat.state_size:
-            bound.send_state()
-            if not self._transport.merge_statistics(self._pass_samples if is_estimate else 0):
-                raise RunFailed("the server of this run is gone")
-            bound.load_state()
+        if loop is not None:
+            if not self._made and not self.finished:
+                what = "the loop ended and no step has reached the server"
+                instead = "give session.prepare(...) the optimizer whose step() the loop calls"
+                raise UserError(f"{what}: weights changed by hand are not seen; {instead}, or call session.step(loss)")
+            loop.finish()
         self.finished = self._is_final = True
-
-    def _read(self, bound: BoundModel, final: bool) -> bool:
-        """Load the weights that are evaluated; return whether the statistics in the model belong to them.
-
-        One worker's live weights have those of the training, as in plain torch; for others they are estimated.
-        """
-        averaged = self._transport.read_weights(final)
-        if averaged is None:
-            raise RunFailed("the server of this run is gone")
-        bound.load_weights()
-        is_own = not averaged and self.num_workers == 1 and not self._incarnation
-        return is_own or bound.inputs.estimate()
-
-    def _require_batch(self) -> None:
-        """Raise UserError unless this is the only step for the current batch, and all its parts were taken."""
-        if self._evaluates:
-            raise UserError("a step inside session.eval_weights(): these weights are not trained; step after the block")
-        if self.finished:
-            raise UserError("a step after training was over: leave the loop when the batches end")
-        if self.stepped:
-            what = "session.step() was called twice for one batch, or before the first"
-            raise UserError(f"{what}: call it once for each batch of the loader that session.prepare(...) returned")
-        if self._parts_left:
-            raise UserError(f"a step {self._parts_left} batches too early: session.prepare(..., accumulate=N) said N")
-
-    def _step_of_optimizer(self, loss: Any) -> None:
-        self.step(loss if isinstance(loss, Tensor | float) else None)
-
-    def _send_rate(self) -> None:
-        """Send the learning rate if this worker's schedule changed it."""
-        if self._optimizer is None:
-            return
-        factor = self._optimizer.lr / (self.config.lr or 1.0)
-        if factor != self._factor:
-            self._factor = factor
-            self._transport.set_rate(SetLrFactor(self.worker, factor))
 
     def report(self, **figures: float) -> None:
         """Record metrics you measured (an accuracy, say) in the run's result. `--target` can refer to them."""
         for name, value in figures.items():
             if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.numel() == 1):
                 raise UserError(f"session.report({name}={value!r}): give a number, or a tensor of one element")
-        self._transport.report({name: float(value) for name, value in figures.items()})
-
-    def _take(self, reply: Reply | None) -> None:
-        if reply is None:
-            raise RunFailed("the server of this run is gone")
-        self._reply = reply
-        self.finished = reply.finished
-
-    def next_batch(self, number: int, samples: int, parts: int) -> None:
-        """Begin a batch of `samples` samples in `parts` parts: seed all randomness by its number."""
-        self._samples, self._parts_left, self.stepped = samples, parts, False
-        self._require_bound("next_batch").inputs.records = True
-        key = mix64(self.config.seed, self.worker, number)
-        seed_generators(key)
-        assert self._handed is not None
-        address_dropout(self._handed.model, key)
-
-    def next_part(self, weight: float) -> None:
-        """Count a part of the batch as taken. Its gradient counts `weight` times."""
-        self._parts_left -= 1
-        self._weight = weight
-
-    @property
-    def batch_number(self) -> int:
-        """The number of the batch that this worker computes next."""
-        assert self._reply is not None
-        return self._reply.batch
-
-    @property
-    def step_number(self) -> int:
-        """The steps of this worker's loop so far. A push that was dropped is one too; its batch comes again."""
-        assert self._reply is not None
-        return self._reply.batch + self._reply.dropped
+        self._env.transport.report({name: float(value) for name, value in figures.items()})
 
 
 def join(config: RunConfig | None = None) -> Session:
     """Join the run that `paceline run` started. Without one, start a run of one worker with `config`'s settings."""
+    global joined
     if inherited is not None:
-        return Session(inherited)
+        joined = Session(inherited)
+        return joined
     flush_subnormals()
-    config = config if config is not None else RunConfig(strategy=CLASSIC)
+    is_plain, config = config is None, config if config is not None else RunConfig(strategy=CLASSIC)
     typed = frozenset(given(config, SCRIPT_MAY_DECIDE))
-    alone = resolve(dataclasses.replace(config, task=config.task or SCRIPT))
-    require_own_loop(alone)
+    alone = resolve_own_loop(dataclasses.replace(config, task=config.task or f"{SCRIPT}:alone"))
     if alone.workers != 1:
         raise UserError(f"this script was started alone, for {alone.workers} workers: 'paceline run -n N script.py'")
-    return Session(WorkerEnv(alone, 0, 0, InProcessClient(), typed))
+    return Session(WorkerEnv(alone, 0, 0, InProcessClient(alone), typed), is_plain)

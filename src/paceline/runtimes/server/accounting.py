@@ -109,6 +109,7 @@ class TimeAccounting:
     def on_input(self, message: Input, server: Server, now: float) -> None:
         """Record an input before the server handles it."""
         if isinstance(message, Push):
+            server = server.by_optimizer[message.optimizer]
             worker, member = message.worker, server.members.get(message.worker)
             if member is None or message.incarnation != member.incarnation or message.seq <= member.seq:
                 return  # repeated, or of an incarnation that has left

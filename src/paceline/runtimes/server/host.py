@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 from paceline.analysis.collapse import COLLAPSED, logged_losses, why_collapsed
@@ -25,7 +25,7 @@ from paceline.runs.arrival_log import ArrivalLog
 from paceline.runs.control_files import DrainRequests
 from paceline.runs.events import EventLog
 from paceline.runs.folder import TIME_IS_UP, RunFolder
-from paceline.runs.recovery import RecoveryResult
+from paceline.runs.recovery import PushValues, RecoveryResult
 from paceline.runs.replay import recompute_push
 from paceline.runs.result import finite, make_result, save_weights, status_of
 from paceline.runs.snapshots import BestWeights, snapshots_of
@@ -67,8 +67,7 @@ class Host:
         self.on_gpu: set[int] = set()  # workers whose pushes the server cannot compute again bit for bit
         self.stop_reason: str | None = None
         self.reported = ReportedMetrics()
-        self.first_incarnation = 0
-        """Of workers that join: in a resumed run, earlier ones may belong to joins that were undone."""
+        self.first_incarnation = 0  # of workers: earlier ones may belong to joins that a resume has undone
         self.unsent: list[Reply] = []  # replies that `commit` will send (`--durable`)
         self.next_due = 0.0  # when to call `housekeep` next, by the clock's source
         self.timings = TimingCollector()
@@ -78,27 +77,28 @@ class Host:
         self._runtime, self._report, self._facts, self._trained = runtime, report, facts or {}, task
         self._is_virtual = virtual = source is not None
         folder.result_file.unlink(missing_ok=True)  # from now on the run is not finished
-        self.events = events = EventLog(folder.events_file)
-        try:
-            self.log = ArrivalLog(folder.arrivals_file, config)
-        except OSError:
-            events.close()
-            raise
-        self._checkpoints = Checkpoints(server, config, folder, (self.log, events, report), seconds, virtual)
-        writer = self._checkpoints.writer
-        self._snapshots = snapshots_of(config, folder, server, task, writer)
-        keeps_best = config.eval_every is not None and not virtual and self.task is not None
-        self._best = BestWeights(folder, task, writer, chosen_part(config), measure_of(config)) if keeps_best else None
-        self._goal = goal_of(config)
-        self._progress = Progress(server, events, report, seconds, config.max_seconds, virtual)
-        self._account_rows = AccountRows(self.accounting, server, events, self.clock)
-        self._notes = EventRecorder(server, events, report)
-        timing = self.clock, self.timings
-        self._evaluator = Evaluator(server, self.task, work, config, events, *timing, report, self._best)
-        self._guard = self._make_guard()
-        kind = "run_resumed" if server.version or seconds else "run_started"
-        events.write(kind, seconds, workers=config.workers, strategy=config.strategy, updates=server.version)
-        self._trackers = Trackers(config.track or [], folder, report)
+        with ExitStack() as opened:  # if something cannot be opened or written, all that was opened is closed
+            self.events = events = opened.enter_context(EventLog(folder.events_file))
+            self.log = opened.enter_context(closing(ArrivalLog(folder.arrivals_file, config)))
+            self._values = opened.enter_context(closing(PushValues(folder, config, self.log.nbytes)))
+            self._checkpoints = Checkpoints(server, config, folder, (self.log, events, report), seconds, virtual)
+            writer = opened.enter_context(closing(self._checkpoints.writer))
+            self._snapshots = snapshots_of(config, folder, server, task, writer)
+            keeps_best = config.eval_every is not None and not virtual and self.task is not None
+            self._best = (
+                BestWeights(folder, task, writer, chosen_part(config), measure_of(config)) if keeps_best else None
+            )
+            self._goal = goal_of(config)
+            self._progress = Progress(server, events, report, seconds, config.max_seconds, virtual)
+            self._account_rows = AccountRows(self.accounting, server, events, self.clock)
+            self._notes = EventRecorder(server, events, report)
+            timing = self.clock, self.timings
+            self._evaluator = Evaluator(server, self.task, work, config, events, *timing, report, self._best)
+            self._guard = self._make_guard()
+            kind = "run_resumed" if server.version or seconds else "run_started"
+            events.write(kind, seconds, workers=config.workers, strategy=config.strategy, updates=server.version)
+            self._trackers = opened.enter_context(closing(Trackers(config.track or [], folder, report)))
+            self._opened = opened.pop_all()
 
     def handle(self, message: Input) -> None:
         """Take one input through the server and the log, and answer the workers that it releases.
@@ -111,6 +111,7 @@ class Host:
             if self._runtime.is_sharded:
                 self._runtime.announce(message)
             self.accounting.on_input(message, server, began)
+            self._values.append(message)
             outcome = server.handle(message)
             if outcome.disposition in (Disposition.DISCARDED, Disposition.EXPELLED):
                 message, outcome = self._turn_down(message, outcome.disposition)
@@ -142,6 +143,8 @@ class Host:
             server.guard, server.updater.checks_sums = None, True
             return None
         server.guard = guard = PushGuard(server.members, server.norms, server.updater, config.robust)
+        for one in server.by_optimizer[1:]:  # only warn: what stands for a push that is turned down names no optimizer
+            one.guard = PushGuard(one.members, one.norms, one.updater, findings=guard.findings)
         return guard
 
     def verify_with(self, make_worker: Callable[[Join], LocalWorker] | None, why_not: str = "") -> None:
@@ -177,8 +180,8 @@ class Host:
             self.tell_progress()
         if self._snapshots is not None:
             self._keep_weights()
-        if server.lr_disagreement is not None:
-            self._notes.lr_disagreement(server.lr_disagreement, now)
+        if (disagreement := server.own_loops.disagreement) is not None:
+            self._notes.disagreement(disagreement, now)
         if server.assignments is not None and server.assignments.now.generation != self._notes.generation:
             self._notes.assignment(server.assignments.now, now)
         is_due = now >= self._checkpoints.next_due and self._checkpoints.is_ready(now, self.memories)
@@ -186,8 +189,9 @@ class Host:
             self.checkpoint()
 
     def commit(self) -> None:
-        """Sync the log once, then send all replies that wait for it."""
+        """Sync the values of a script's pushes and the log once, then send all replies that wait for it."""
         try:
+            self._values.sync()
             self.log.sync()
         except OSError as error:
             raise self._disk_error(error) from None
@@ -313,11 +317,13 @@ class Host:
 
     def checkpoint(self) -> None:
         """Copy a checkpoint now; it is written in the background."""
+        self._values.begin_segment(self.log.nbytes)
         self._checkpoints.take(self.clock.now(), self.memories, self._runtime.gather)
 
     def checkpoint_now(self) -> None:
         """Write a checkpoint; it is on disk when this returns."""
         try:
+            self._values.begin_segment(self.log.nbytes)
             self._checkpoints.take_and_wait(self.clock.now(), self.memories, self._runtime.gather)
         except OSError as error:
             raise self._disk_error(error) from None
@@ -356,6 +362,7 @@ class Host:
             result = make_result(self.config, self.server, self.clock.now(), *measured, *more)
             self.events.write("run_ended", self.clock.now(), status=status, updates=self.server.version)
             self.folder.write_result(result)
+            self._values.close(remove=status == "finished")
         except OSError as error:
             raise self._disk_error(error) from None
         self._trackers.end(hurry=self.stop_reason == TERMINATED)
@@ -380,20 +387,9 @@ class Host:
             self._checkpoints.upkeep(),
             {"chosen_on": self._chosen_on},
             {"best": self._best.found} if self._best is not None else {},
-            self._reported_rows(),
+            self.reported.rows(self.lost),
         ]
 
-    def _reported_rows(self) -> dict[str, Any]:
-        """What own loops reported: the value that holds for each metric, and all by worker."""
-        found, by_worker = self.reported.values(self.lost), self.reported.by_worker
-        if not found:
-            return {}
-        reported = {str(worker): by_worker[worker] for worker in sorted(by_worker)}
-        return {"metrics": {name: one.value for name, one in found.items()}, "reported": reported}
-
     def close(self) -> None:
-        """Close all files."""
-        self._trackers.close()
-        self._checkpoints.writer.close()
-        self.events.close()
-        self.log.close()
+        """Close trackers, the writer of checkpoints and all files."""
+        self._opened.close()

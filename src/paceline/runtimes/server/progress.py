@@ -17,11 +17,11 @@ from paceline.core.messages import (
     Join,
     Leave,
     SetLocalSteps,
-    SetLrFactor,
     SkipBatch,
     Stop,
 )
-from paceline.core.server import Finding, LrDisagreement, Server
+from paceline.core.own_loop.settings import SettingsDisagreement
+from paceline.core.server import Finding, Server
 from paceline.interfaces import Report
 from paceline.runs.events import EventLog
 from paceline.runtimes.server.accounting import TimeAccounting
@@ -59,6 +59,7 @@ class EventRecorder:
     def __init__(self, server: Server, events: EventLog, report: Report) -> None:
         self._server, self._events, self._report = server, events, report
         self.lost: list[int] = []
+        self.away: set[int] = set()  # lost workers that have not joined again
         self.generation = server.assignments.now.generation if server.assignments is not None else 0
         """Of the data assignment that the last event was about."""
         self._disagreement_told = False
@@ -69,6 +70,7 @@ class EventRecorder:
         if isinstance(message, Join):
             row = {"worker": message.worker, "incarnation": message.incarnation, "threads": message.threads}
             self._events.write("worker_joined", now, **row)
+            self.away.discard(message.worker)
         elif isinstance(message, Leave) and not self._server.finished:
             self._leave(message, now)
         elif isinstance(message, Expel):
@@ -78,8 +80,6 @@ class EventRecorder:
             self._report({"kind": "note", "text": f"batch {message.batch} of worker {message.worker} is passed over"})
         elif isinstance(message, SetLocalSteps):
             self._events.write("local_steps", now, worker=message.worker, steps=message.steps)
-        elif isinstance(message, SetLrFactor):
-            self._events.write("lr_factor", now, worker=message.worker, factor=message.factor)
         elif isinstance(message, Drain):
             self._events.write("worker_draining", now, worker=message.worker)
             self._report({"kind": "note", "text": f"worker {message.worker} is drained: it leaves after its push"})
@@ -90,13 +90,14 @@ class EventRecorder:
         member, live = self._server.members.get(message.worker), self._server.num_live
         if member is not None and member.released:
             self._events.write("worker_left", now, worker=message.worker, pushes=member.pushes)
-        elif member is None or not member.inactive:
+        elif message.worker not in self.away and (member is None or not member.inactive):
             pushes = self._lose(message.worker, now)
             self._report({"kind": "lost", "worker": message.worker, "live": live, "pushes": pushes})
 
     def _lose(self, worker: int, now: float) -> int:
         """Count a worker as lost; returns how many pushes it had sent."""
         self.lost.append(worker)
+        self.away.add(worker)
         pushes = self._server.members[worker].pushes if worker in self._server.members else 0
         self._events.write("worker_lost", now, worker=worker, pushes=pushes, live=self._server.num_live)
         return pushes
@@ -118,15 +119,15 @@ class EventRecorder:
         self.generation, members = assignment
         self._events.write("deal", now, generation=self.generation, members=members, updates=self._server.version)
 
-    def lr_disagreement(self, found: LrDisagreement, now: float) -> None:
-        """Tell the user once that the scripts' schedules disagree in a round."""
+    def disagreement(self, found: SettingsDisagreement, now: float) -> None:
+        """Tell the user once that the scripts' optimizers have different settings in a round."""
         if self._disagreement_told:
             return
         self._disagreement_told = True
-        used, other, (one, another) = found
-        self._events.write("lr_disagreement", now, used=used, other=other, factors=[one, another])
-        what = f"in a round the learning rate of worker {used} is {one:g} times the first, that of {other} {another:g}"
-        self._report({"kind": "note", "text": f"{what}: a round uses the value of the lowest-numbered live worker"})
+        used, other, setting, (one, another) = found
+        self._events.write("settings_disagreement", now, used=used, other=other, setting=setting, values=[one, another])
+        what = f"in a round, {setting} of worker {used} is {one:g}, that of worker {other} {another:g}"
+        self._report({"kind": "note", "text": f"{what}: a round uses the settings of the lowest-numbered live worker"})
 
     def fault(self, fault: dict[str, Any], now: float) -> None:
         """Write that a fault was injected."""
@@ -197,7 +198,7 @@ class Progress:
         row = {
             "updates": server.version,
             "samples": server.samples,
-            "fraction": round(share, 6),
+            "fraction": round(share, 6) if server.budget.is_known or self._limit is not None else None,
             "loss": round(loss, 6) if math.isfinite(loss) else None,
             "rate": round((server.samples - self._samples_then) / span, 1) if span > 0 else None,
             "staleness": round(sum(k * c for k, c in server.staleness.items()) / max(1, server.staleness.total()), 3),

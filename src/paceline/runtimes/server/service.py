@@ -110,7 +110,9 @@ class Dispatcher:
     def push(self, peer: Peer, push: Push) -> None:
         """Hand a push to the host. ProtocolError if it cannot be decoded or lies; then nothing has changed."""
         host, worker, timing = self._host, push.worker, peer.timing
-        member = host.server.members.get(worker)
+        if push.optimizer >= len(host.server.by_optimizer):
+            raise ProtocolError(f"worker {worker} pushed for optimizer {push.optimizer}, which this run does not have")
+        member = host.server.by_optimizer[push.optimizer].members.get(worker)
         if member is None:
             raise ProtocolError(f"worker {worker} pushed before it joined")
         if member.live and push.incarnation == member.incarnation and push.seq > member.seq:
@@ -165,13 +167,13 @@ class Dispatcher:
         self.tell_clock()
         return None
 
-    def leave(self, worker: int, incarnation: int) -> None:
-        """Let a worker leave the run."""
-        self._host.handle(Leave(worker, incarnation))
+    def leave(self, worker: int, incarnation: int, returns: bool = False) -> None:
+        """Let a worker leave the run; if it may return, the run does not end without it."""
+        self._host.handle(Leave(worker, incarnation, returns=returns))
         self.tell_clock()
 
     def miss(self, worker: int) -> None:
-        """Stop waiting for a worker that has not joined."""
+        """Stop waiting for a worker that has not joined, or not joined again."""
         member = self._host.server.members.get(worker)
         self._host.handle(Leave(worker, member.incarnation + 1 if member is not None else 0))
 
@@ -227,7 +229,9 @@ class Service:
         self._host, self._peers, self._control, self._patient = host, peers, control, patient
         self._sizes = sizes
         self._dispatcher = Dispatcher(host, control, expected)
-        self._returning: set[int] = set()  # workers that the supervisor will start again
+        self._returning: set[int] = set()  # workers that the supervisor will start again, or may
+        self._gone: set[tuple[int, int]] = set()
+        """Workers and incarnations whose processes have ended and that the supervisor will not start again."""
         self._loop = EventLoop()
         self._loop.register(control.connection, self._on_order)
         self._wakeup, writer = socket.socketpair()
@@ -258,11 +262,14 @@ class Service:
         peer = self._peers.by_worker.get(worker)
         if peer is not None:
             self._control.note(why)
-            self._control.send({"kind": "drop", "worker": worker})
+            self._control.send({"kind": "drop", "worker": worker, "incarnation": peer.incarnation})
             self.remove(peer)
 
     def admit(self, peer: SharedMemoryPeer) -> None:
-        """Listen to one more worker."""
+        """Listen to one more worker, or to the next incarnation of one."""
+        earlier = self._peers.by_worker.get(peer.worker)
+        if earlier is not None:  # its process has ended, but the end of its connection has not been read yet
+            self.remove(earlier, returns=True)
         self._peers.add(peer)
         self._returning.discard(peer.worker)
         self._loop.register(peer, functools.partial(self._on_message, peer))
@@ -275,8 +282,18 @@ class Service:
             self._host.stop(order["reason"])
         elif order["kind"] == "expected":
             self._returning.add(order["worker"])
+        elif order["kind"] == "gone":
+            self._on_gone(order["worker"], order["incarnation"])
         elif order["kind"] == "fault":
             self._on_fault(order["fault"], order["returns"])
+
+    def _on_gone(self, worker: int, incarnation: int) -> None:
+        """Stop waiting for a worker whose process has ended and is not started again (`--restart-workers`)."""
+        self._gone.add((worker, incarnation))
+        if worker in self._returning and worker not in self._peers.by_worker:
+            self._returning.discard(worker)
+            self._dispatcher.miss(worker)
+            self.stop_if_all_gone()
 
     def _on_fault(self, fault: dict[str, Any], returns: bool) -> None:
         """Record an injected fault; if its worker `returns`, the run waits for it even without other workers."""
@@ -298,16 +315,15 @@ class Service:
         try:
             message = peer.receive()
             if isinstance(message, Push):
-                self._dispatcher.push(peer, message)
-                if self._dispatcher.is_expelled(peer.worker):
-                    self.remove(peer)
+                self.on_push(peer, message)
                 return
         except ProtocolError as error:
             self._control.note(str(error))
             self._host.note_expelled(peer.worker, str(error))
-            message = None
-        if message is None:
             self.remove(peer)
+            return
+        if message is None:
+            self.remove(peer, returns=self._may_return(peer))
             return
         self._host.accounting.stall_detector.record_progress(peer.worker, self._host.clock.source())
         if isinstance(message, Hello):
@@ -316,6 +332,12 @@ class Service:
             self._host.note_figures(message.worker, message.values)
         else:
             self.take_setting(peer, message)
+
+    def on_push(self, peer: SharedMemoryPeer, push: Push) -> None:
+        """Take a push; disconnect its worker if the server expels it."""
+        self._dispatcher.push(peer, push)
+        if self._dispatcher.is_expelled(peer.worker):
+            self.remove(peer)
 
     def take_setting(self, peer: SharedMemoryPeer, message: OwnLoopInput) -> None:
         """Take a message that only a user's own loop sends."""
@@ -332,11 +354,29 @@ class Service:
         """Stop waiting for a worker that has not joined."""
         self._dispatcher.miss(worker)
 
-    def remove(self, peer: SharedMemoryPeer) -> None:
+    def _may_return(self, peer: SharedMemoryPeer) -> bool:
+        """Whether the supervisor may start the worker of a closed connection again; it will say so, or that it is gone.
+
+        The connection of a killed process can end before the supervisor's order arrives, and the other way round.
+        """
+        server, worker = self._host.server, peer.worker
+        if not self._host.config.restart_workers or server.finished or (worker, peer.incarnation) in self._gone:
+            return False
+        member = server.members.get(worker)
+        is_known = member is not None and member.incarnation == peer.incarnation
+        return not is_known or (member is not None and member.live and not member.inactive)
+
+    def remove(self, peer: SharedMemoryPeer, returns: bool = False) -> None:
         """Disconnect a worker; stop the run if it was the last and none will return."""
         self._loop.unregister(peer)
         peer.close()
         self._peers.remove(peer)
-        self._dispatcher.leave(peer.worker, peer.incarnation)
+        if returns:
+            self._returning.add(peer.worker)
+        self._dispatcher.leave(peer.worker, peer.incarnation, returns)
+        self.stop_if_all_gone()
+
+    def stop_if_all_gone(self) -> None:
+        """Stop the run if no worker is left and none will return."""
         if not self._peers.by_worker and not self._returning and not self._host.server.finished:
             self._host.stop(ALL_GONE)

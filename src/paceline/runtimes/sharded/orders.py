@@ -42,7 +42,7 @@ def from_words(words: list[Any]) -> Input:
     """The inverse of `to_words`; the tensors of a push are empty.
 
     >>> from_words(["Leave", 3, 1])
-    Leave(worker=3, incarnation=1)
+    Leave(worker=3, incarnation=1, done=False, returns=False)
     >>> from_words(["Leave", [3], 1])
     Traceback (most recent call last):
     paceline.errors.ProtocolError: an order that is no input of a server

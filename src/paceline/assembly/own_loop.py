@@ -1,0 +1,152 @@
+"""The server of users' own loops, built from what the first messages of their workers say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paceline.assembly.core import make_aggregate, make_policy, make_rule, make_training
+from paceline.assembly.optimizer_class import optimizer_maker
+from paceline.assembly.run import make_roster
+from paceline.config import RunConfig
+from paceline.core.own_loop.grouped import Grouped
+from paceline.core.own_loop.settings import FollowsLoop, LoopLayout, OwnLoops
+from paceline.core.own_loop.torch_optimizer import PREFIX, TorchOptimizer
+from paceline.core.schedules import Budget
+from paceline.core.server import Exchange, OptimizersServer, Server
+from paceline.errors import UserError
+from paceline.interfaces import Layout, Report, Rule, State
+from paceline.settings.resolve import schedule_of
+from paceline.settings.rules import check_rule, chosen
+
+Facts = Mapping[str, Any]
+
+
+def loop_config(config: RunConfig, facts: Facts) -> RunConfig:
+    """The settings of a run after its script has decided its own."""
+    return dataclasses.replace(config, batch_size=int(facts["batch_size"]), **facts["settings"])
+
+
+def loop_budget(config: RunConfig, facts: Facts) -> Budget:
+    """How long own loops train: `steps` pushes or `epochs` of all workers, if script or flag say so; else unknown."""
+    epoch_samples, steps = facts["num_samples"], facts["steps"]
+    if facts["epochs"] is None and steps is None and config.steps is None:
+        if schedule_of(config)[0] != "constant" or config.warmup:
+            asked = f"--schedule {config.schedule}" if schedule_of(config)[0] != "constant" else "--warmup"
+            what = f"{asked} follows the length of training, which your own loop decides"
+            raise UserError(f"{what}: give session.prepare(..., epochs=E or steps=N), or use a torch scheduler")
+        return Budget(0, epoch_samples or 1, per_worker=True)
+    if facts["epochs"] is not None and epoch_samples is None and steps is None:
+        what = "session.prepare(..., epochs=E): the number of samples in an epoch of this data is unknown"
+        raise UserError(f"{what}; give steps=N, or let your loop decide when to stop")
+    samples = max(1, round((facts["epochs"] or 0.0) * (epoch_samples or 0)))
+    if steps is not None:
+        samples = steps * config.batch_size
+    return Budget(samples, epoch_samples or samples, config.steps, per_worker=steps is not None, pushes=steps)
+
+
+def loop_server(
+    config: RunConfig,
+    facts: Facts,
+    weights: Tensor,
+    script: Path | None = None,
+    initial: Sequence[State] = (),
+) -> Server:
+    """Make the server of own loops that begin with `weights`, and with the `initial` states of their optimizers."""
+    layout, training = Layout.from_rows(facts["layout"]), make_training(config, loop_budget(config, facts))
+    described = facts["optimizers"]
+    if not described:
+        rule = make_rule(config, layout, skew=facts["skew"])
+        exchange = Exchange(aggregate=make_aggregate(config))
+        return Server(weights, rule, make_policy(config), training, make_roster(config), exchange)
+    factor = dataclasses.replace(training.schedule, base=training.schedule.base / (config.lr or 1.0))
+    training = dataclasses.replace(training, schedule=factor)  # loops bring the learning rates themselves
+    parts, begin, rows = [], 0, facts["layout"]
+    for number, one in enumerate(described):
+        loop = LoopLayout.from_facts(one["loop"])
+        own = Layout.from_rows(rows[: loop.num_parameters])
+        rows = rows[loop.num_parameters :]
+        state = initial[number] if number < len(initial) else {}
+        make = partial(TorchOptimizer, optimizer_maker(one["class"], script), own, loop, state)
+        rule, loops = _stepping(_config_of(config, one), facts["skew"], make, own, loop)
+        if state and any(isinstance(target, Grouped) for target in loops.targets):
+            what = f"rule {rule.name} has a momentum of its own"
+            raise UserError(f"{what}, and the optimizer has a state already: use --rule plain, or a new optimizer")
+        exchange = Exchange(aggregate=make_aggregate(config), own_loops=loops)
+        parts.append((weights[begin : begin + own.size], rule, exchange))
+        begin += own.size
+    if len(parts) == 1:
+        ((_, rule, exchange),) = parts
+        return Server(weights, rule, make_policy(config), training, make_roster(config), exchange)
+    endless = dataclasses.replace(training, budget=Budget(0, 1, per_worker=True))
+    others = [
+        Server(own, rule, make_policy(config), endless, make_roster(config), exchange)
+        for own, rule, exchange in parts[1:]
+    ]
+    _, rule, exchange = parts[0]
+    return OptimizersServer(weights, rule, make_policy(config), training, make_roster(config), exchange, others)
+
+
+def _config_of(config: RunConfig, described: Facts) -> RunConfig:
+    """The settings of the run for one of several optimizers; its learning rates come with the pushes."""
+    settings = {name: value for name, value in described["settings"].items() if name != "lr"}
+    return dataclasses.replace(config, **settings)
+
+
+def _stepping(
+    config: RunConfig, skew: float, make: Callable[[], TorchOptimizer], layout: Layout, loop: LoopLayout
+) -> tuple[Rule, OwnLoops]:
+    """The rule that steps one optimizer's weights, and what brings the loops' settings to it."""
+    check_rule(config)
+    followers: list[FollowsLoop] = []
+
+    def make_optimizer() -> TorchOptimizer:
+        followers.append(optimizer := make())
+        return optimizer
+
+    def group(rule: Rule) -> Rule:
+        followers.append(grouped := Grouped(rule, layout, loop))
+        return grouped
+
+    rule = make_rule(config, layout, skew=skew, optimizer=make_optimizer, grouped=group)
+    return rule, OwnLoops(loop, followers)
+
+
+def announce_loop(config: RunConfig, facts: Facts, report: Report) -> None:
+    """Say what the script brings, and which rule `auto` has chosen for its optimizers."""
+    for text in facts["notes"]:
+        report({"kind": "note", "text": text})
+    if config.rule != "auto":
+        return
+    workers = config.workers or 1
+    lines = []
+    for one in facts["optimizers"]:
+        own, name = _config_of(config, one), one["class"]["name"]
+        line = chosen(own, facts["skew"]).line(workers).replace("script inside", f"{name} inside")
+        if own.optimizer == "script" and workers > 1:
+            line += f"; foresight and dana replace plain SGD only, not {name}"
+        lines.append(line)
+    for line in dict.fromkeys(lines or [chosen(config, facts["skew"]).line(workers)]):
+        report({"kind": "note", "text": line})
+
+
+def optimizer_state(server: Server, number: int) -> State:
+    """The state of a user's optimizer as it steps in the server; of SGD under a rule with momentum, that momentum.
+
+    The velocity of a foresight rule is scaled so that torch's buffer makes a step of the same length.
+    """
+    one = server.by_optimizer[number]
+    state = {name: tensor for name, tensor in one.rule_state.items() if name.startswith(PREFIX)}
+    target, kept = next(iter(one.own_loops.targets), None), one.rule_state
+    if state or not isinstance(target, Grouped):
+        return dict(sorted(state.items()))
+    if "velocity" not in kept or "numbers" not in kept:
+        raise UserError(f"rule {one.rule.name} keeps no state that torch's SGD could load: use --rule plain for that")
+    decay, momentum = float(kept["numbers"][-3]), float(getattr(target.rule, "momentum", 0.0))
+    views = target.layout.views(kept["velocity"] * ((1.0 - decay) / (1.0 - momentum))).values()
+    return {f"{PREFIX}{place}.momentum_buffer": view.clone() for place, view in enumerate(views)}

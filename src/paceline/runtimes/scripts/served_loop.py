@@ -1,0 +1,307 @@
+"""The worker side of an own loop that a server trains: the model in shared memory, and a push for every step."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.config import RunConfig
+from paceline.core.messages import Join, Push, Reply, loss_of_push
+from paceline.core.own_loop.settings import LoopLayout
+from paceline.errors import SERVER_GONE, RunFailed, UserError
+from paceline.interfaces import State
+from paceline.runs.durable_files import write_atomically
+from paceline.runs.folder import RunFolder
+from paceline.runtimes.scripts.adopt import FollowedScheduler, Place, UserObjects
+from paceline.runtimes.scripts.bound_model import BoundModel
+from paceline.runtimes.scripts.loading.facts import MAX_SAMPLES
+from paceline.runtimes.scripts.loading.kept_states import KeptStates
+from paceline.runtimes.scripts.loading.loader import WorkerLoader
+from paceline.runtimes.scripts.optimizer import AdoptedOptimizer, PushStep, join_states, settings_of
+from paceline.runtimes.scripts.standalone import InProcessClient
+from paceline.runtimes.worker_loop import StepTimer
+from paceline.tasks.script_model import load_tensors, save_tensors
+from paceline.transports.protocol import ScriptTransport
+
+COMPARED_FULLY_EVERY = 64
+"""Steps after which all weights are compared with those that the server sent; also at 0, 1, 2, 4, 8, ..."""
+
+
+@dataclass(frozen=True)
+class WorkerEnv:
+    """What `paceline run` gave this process: its config, its number, its transport, and the run folder."""
+
+    config: RunConfig
+    worker: int
+    incarnation: int
+    transport: ScriptTransport
+    typed: frozenset[str] = frozenset()
+    folder: Path | None = None
+
+
+class ServedLoop:
+    """One worker's model, optimizer and place in its data, as the server knows them."""
+
+    steps_here = False  # whether the optimizer steps in this process, and not in the server
+
+    def __init__(self, env: WorkerEnv, config: RunConfig, handed: UserObjects, loaders: Sequence[WorkerLoader]) -> None:
+        self._env, self._config, self._loaders = env, config, loaders
+        self._transport, self._timer = env.transport, StepTimer(config, env.worker)
+        self.optimizers = self._adopt(handed.optimizers)
+        self.schedulers = [
+            FollowedScheduler(scheduler, self.skips_passes, self._place) for scheduler in handed.schedulers
+        ]
+        self._states = KeptStates(RunFolder(env.folder).streams if env.folder else None, env.worker, loaders)
+        self.pushes = 0  # of this incarnation
+        self._said_unclear = False
+        self._num_places = 2 * len(loaders) + len(self.schedulers)
+        self._layouts = [self._loop_layout(one) for one in self.optimizers] or [LoopLayout(self._num_places, (), ())]
+        loop_size = max(layout.size for layout in self._layouts)
+        self.bound = BoundModel(handed.models, handed.parameters(), loop_size, self.steps_here)
+        if loaders:
+            self.bound.on_forward = self._on_forward
+        self._replies: list[Reply] = []  # the newest of each optimizer
+        self._began = 0.0, 0.0  # when the step began: by the clock, and by the CPU time of this process
+
+    def _adopt(self, optimizers: Sequence[Optimizer]) -> list[AdoptedOptimizer]:
+        """The optimizers that step in the server."""
+        return [AdoptedOptimizer(one, number) for number, one in enumerate(optimizers)]
+
+    def _follow_steps(self, push_step: PushStep) -> None:
+        """Call `push_step` when the loop makes a step."""
+        for optimizer in self.optimizers:
+            optimizer.take_over(push_step, self._read_optimizer, begun=self.step_number > 0)
+
+    def _loop_layout(self, adopted: AdoptedOptimizer) -> LoopLayout:
+        """What a push of an optimizer says; that of the first also where the loop is."""
+        sizes = adopted.group_sizes
+        ends = list(itertools.accumulate(sizes))
+        groups = tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
+        return LoopLayout(self._num_places if not adopted.number else 0, tuple(adopted.numbers), groups)
+
+    def join(self, facts: dict[str, Any], push_step: PushStep) -> Reply:
+        """Join the run and load its weights. Go on where this worker's last incarnation was.
+
+        From then on the optimizer's `step()` calls `push_step`.
+        """
+        env, flat, bound = self._env, self.bound.flat, self.bound
+        if isinstance(env.transport, InProcessClient):
+            env.transport.initial = [one.packed_state() for one in self.optimizers]
+        elif env.folder is not None:
+            self._keep(RunFolder(env.folder))
+        sources = flat.sources()
+        strays = {part.name: part.name for part in flat.layout.parameters if part.name not in sources.values()}
+        own_names = {part.name: part.name for part in (*flat.layout.parameters, *flat.state_layout.parameters)}
+        facts = {
+            "layout": flat.layout.to_rows(),
+            "state_layout": flat.state_layout.to_rows(),
+            "sources": None if {**sources, **strays} == own_names else {**sources, **strays},
+            "optimizers": [
+                {"class": one.description, "settings": settings_of(one.optimizer), "loop": layout.to_facts()}
+                for one, layout in zip(self.optimizers, self._layouts, strict=False)
+            ],
+            "numbers": bound.slot.loop.numel(),
+            "notes": self._notes(),
+            "max_samples": MAX_SAMPLES,
+            **facts,
+        }
+        join = Join(env.worker, env.incarnation, None, torch.get_num_threads(), own_loop=True)
+        reply = self._transport.hello(join, bound.slot, facts)
+        if reply is None:
+            raise RunFailed(SERVER_GONE)
+        self._replies = [reply] * len(self._layouts)
+        self._follow_steps(push_step)
+        if self.step_number and self._num_places:
+            self._go_on(list(map(int, bound.slot.loop[: self._num_places].tolist())))
+        self._states.go_on()
+        self._timer.restart()
+        self._began = time.perf_counter(), time.process_time()
+        bound.renew(fully=True)
+        return reply
+
+    def _keep(self, folder: RunFolder) -> None:
+        """Save what no push brings: tensors that belong to the saved weights, and the state of a used optimizer."""
+        frozen = {name: tensor.cpu().clone() for name, tensor in self.bound.flat.frozen().items()}
+        if frozen and not folder.frozen_file.exists():
+            write_atomically(folder.frozen_file, save_tensors(frozen))
+        loaded = join_states([optimizer.packed_state() for optimizer in self.optimizers])
+        if loaded and not folder.optimizer_file.exists():
+            write_atomically(folder.optimizer_file, save_tensors(loaded))
+
+    def _notes(self) -> list[str]:
+        notes = [note for loader in self._loaders for note in (loader.facts.note, loader.facts.unresumable) if note]
+        if converted := self.bound.converted:
+            more = f" and {len(converted) - 1} more" if len(converted) > 1 else ""
+            kinds = sorted({str(p.dtype).removeprefix("torch.") for p in self.bound.parameters} - {"float32"})
+            what = f"parameter {converted[0]}{more}: {' and '.join(kinds)} in the workers"
+            notes.append(f"{what}; the server keeps and saves float32 weights")
+        return notes
+
+    def _go_on(self, places: list[int]) -> None:
+        """Put loaders and schedulers where they were at the predecessor's last push."""
+        for number, loader in enumerate(self._loaders):
+            loader.resume_at(*places[2 * number : 2 * number + 2])
+        for scheduler, count in zip(self.schedulers, places[2 * len(self._loaders) :], strict=True):
+            scheduler.go_on(count)
+        if self.optimizers and not all(scheduler.can_go_on for scheduler in self.schedulers):
+            end = self._num_places + len(self._layouts[0].numbers)
+            self.optimizers[0].set_rates(self.bound.slot.loop[self._num_places : end].tolist())
+
+    def _place(self) -> Place:
+        return tuple(loader.position for loader in self._loaders)
+
+    def _on_forward(self, inputs: Any) -> None:
+        is_waiting = any(loader.handed_out.waiting for loader in self._loaders)
+        if any(loader.handed_out.trains_on_look(inputs, is_waiting) for loader in self._loaders):
+            what = f"worker {self._env.worker} goes on in a later pass, and next(...) began a finished one"
+            raise UserError(f"{what}: train in a loop 'for batch in loader', which runs through finished passes")
+        for loader in self._loaders:
+            loader.handed_out.forward(inputs)
+
+    def settle_batches(self) -> int:
+        """Decide which batches the next push holds; return the samples in those of the first loader."""
+        samples = [loader.handed_out.push() for loader in self._loaders]
+        if not self._said_unclear and not self._env.worker and any(one.handed_out.is_unclear for one in self._loaders):
+            self._said_unclear = True
+            what = "the loop took several batches before it called the model, with inputs that are none of them"
+            print(f"{what}: if it holds a copy of one for its next step, a restart skips that batch", file=sys.stderr)
+        return samples[0] if samples else 0
+
+    def skips_passes(self) -> bool:
+        """Whether the loop runs through passes that an earlier incarnation has finished."""
+        return any(loader.skips_passes for loader in self._loaders)
+
+    @property
+    def ignores_loaders(self) -> bool:
+        """Whether the script has loaders of `prepare`, and its loop has asked none of them for a batch."""
+        return bool(self._loaders) and not any(loader.is_used for loader in self._loaders)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the loop has made a step in this process."""
+        return self.pushes > 0
+
+    @property
+    def step_number(self) -> int:
+        """The steps of this worker's loop so far, those of earlier incarnations and dropped ones included."""
+        return self._replies[0].batch + self._replies[0].dropped
+
+    @property
+    def _compares_fully(self) -> bool:
+        number = self.pushes
+        return number % COMPARED_FULLY_EVERY == 0 or number & (number - 1) == 0
+
+    def push(
+        self,
+        number: int,
+        samples: int,
+        loss: float | None,
+        weight: float | None,
+        scale: float | None = None,
+        skipped: bool = False,
+    ) -> Reply:
+        """Push the gradients of an optimizer and load its next weights. A `skipped` step has none to apply."""
+        bound = self.bound
+        bound.require_unchanged()
+        first = sum(layout.num_parameters for layout in self._layouts[:number])
+        members = range(first, first + self._layouts[number].num_parameters) if self.optimizers else None
+        flags = bound.collect(members, scale)
+        if skipped:
+            bound.zero_gradients()
+        return self._exchange(number, samples, loss, 0.0 if skipped else weight, flags)
+
+    def _exchange(
+        self, number: int, samples: int, loss: float | None, weight: float | None, flags: list[float]
+    ) -> Reply:
+        """Send what was collected, and load the next weights."""
+        bound, before, env = self.bound, self._replies[number], self._env
+        says = self._says(number, flags)
+        slot, named = bound.slot, (env.worker, env.incarnation, before.serial, before.serial)
+        push = Push(*named, samples, loss_of_push(loss), slot.update, slot.state, weight, says, number)
+        bound.push_inputs()
+        timing = self._timer.end(*self._began, before.serial, before.steps)
+        reply = self._transport.exchange(push, timing)
+        if reply is None:
+            raise RunFailed(SERVER_GONE)
+        self._replies[number] = reply
+        self.pushes += 1
+        self._states.after_push()
+        self._began = time.perf_counter(), time.process_time()
+        bound.renew(self._compares_fully)
+        bound.record_inputs(True)
+        return reply
+
+    def _says(self, number: int, flags: list[float]) -> Tensor:
+        """Write what the loop says with a push into the shared buffer, and return it.
+
+        A push has the buffer's begin to itself: there is one at a time.
+        """
+        places = [] if number else [n for loader in self._loaders for n in loader.handed_out.trained]
+        counts = [] if number else [scheduler.count_after(self._place()) for scheduler in self.schedulers]
+        settings = self.optimizers[number].settings() if self.optimizers else []
+        values = [*places, *counts, *settings, *(flags if self.optimizers else ())]
+        slot = self.bound.slot.loop
+        slot.numpy()[: len(values)] = values
+        return slot[: len(values)]
+
+    def read(self, final: bool) -> bool:
+        """Load the weights that are evaluated; return whether the statistics in the model belong to them.
+
+        One worker's live weights have those of the training, as in plain torch; for others they are estimated.
+        """
+        averaged = self._transport.read_weights(final)
+        if averaged is None:
+            raise RunFailed(SERVER_GONE)
+        self.bound.load_weights()
+        is_own = not averaged and (self._config.workers or 1) == 1 and not self._env.incarnation
+        return is_own or self.bound.estimate_statistics()
+
+    def finish(self) -> None:
+        """Leave in the model the weights and statistics that are saved. Waits for the other workers."""
+        bound = self.bound
+        bound.record_inputs(False)
+        if self.pushes:
+            bound.require_unchanged()
+        bound.release()
+        self._warn_of_changes()
+        is_estimate = self.read(final=True)
+        if bound.flat.state_size:
+            bound.send_state()
+            passes = [loader.facts.batch_size * (loader.facts.batches or 1) for loader in self._loaders[:1]]
+            samples = min(sum(passes) or 1, MAX_SAMPLES)  # a sampler may draw without end
+            if not self._transport.merge_statistics(samples if is_estimate else 0):
+                raise RunFailed(SERVER_GONE)
+            bound.load_state()
+
+    def _warn_of_changes(self) -> None:
+        """Say which tensors the loop has changed that no optimizer trains: they are saved as they were at the start."""
+        if self._env.worker or self._env.folder is None:
+            return
+        first, now = load_tensors(RunFolder(self._env.folder).frozen_file), self.bound.flat.frozen()
+        changed = [
+            n for n, t in first.items() if t.is_floating_point() and n in now and not torch.equal(now[n].cpu(), t)
+        ]
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            what = f"{changed[0]}{more} changed, and no optimizer of session.prepare(...) trains it"
+            print(f"{what}: the saved weights have its first value; save it in the script", file=sys.stderr)
+
+    def pause(self, began: tuple[float, float]) -> None:
+        """Do not count the time since `began` as a part of the step: it was an evaluation."""
+        wall, cpu = time.perf_counter() - began[0], time.process_time() - began[1]
+        self._began = self._began[0] + wall, self._began[1] + cpu
+
+    def _read_optimizer(self, number: int) -> State:
+        state = self._transport.read_optimizer(number)
+        if state is None:
+            raise RunFailed(SERVER_GONE)
+        return state

@@ -1,0 +1,205 @@
+"""What the supervisor does when a worker's process ends: start it again, or tell the server that it is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.config import RunConfig
+from paceline.errors import SERVER_GONE
+from paceline.runs.folder import RunFolder
+from paceline.runtimes.local.restart import WorkerRestarts
+from paceline.runtimes.local.supervisor import ProcessPlan, Supervisor
+from paceline.system.strict_json import to_json
+
+EXITED, KILLED = 1 << 8, int(signal.SIGKILL)
+
+
+class Bench:
+    """A supervisor without processes: the test plays the fork server and the server."""
+
+    def __init__(self, folder: Path, limit: int, restarts: WorkerRestarts | None = None) -> None:
+        self.forks, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.rows: list[dict[str, Any]] = []
+        config = RunConfig(strategy="async", workers=2, restart_workers=limit)
+        forks: Any = SimpleNamespace(socket=ours, notice=lambda: json.loads(ours.recv(1 << 16)))
+        report, allowed = self.rows.append, restarts or WorkerRestarts(limit)
+        self.supervisor = Supervisor(forks, config, RunFolder(folder), ProcessPlan({}, []), report, allowed)
+        self.server = self.supervisor._server_end.dup()
+        self.server.setblocking(False)
+        self.supervisor.start()
+        self._sockets = ours, self.forks, self.server, self.supervisor._control
+        for pid, name in ((10, "server"), (20, "worker 0"), (21, "worker 1")):
+            self.started(pid, name)
+        self.orders()
+
+    def started(self, pid: int, name: str) -> None:
+        self.hear({"kind": "started", "pid": pid, "name": name})
+
+    def hear(self, notice: dict[str, Any]) -> None:
+        self.forks.send(to_json(notice).encode())
+        self.supervisor._hear_forks()
+
+    def end(self, pid: int, status: int) -> list[tuple[str, int, int]]:
+        """Let a process end; return the orders that the server gets: kind, worker, incarnation."""
+        self.hear({"kind": "ended", "pid": pid, "status": status, "how": "as the test says"})
+        return self.orders()
+
+    def orders(self) -> list[tuple[str, int, int]]:
+        found = []
+        try:
+            while True:
+                packet, fds, _, _ = socket.recv_fds(self.server, 1 << 16, 1)
+                for fd in fds:
+                    os.close(fd)
+                order = json.loads(packet)
+                found.append((order["kind"], order["worker"], order["incarnation"]))
+        except BlockingIOError:
+            return found
+
+    def notes(self) -> list[str]:
+        return [row["text"] for row in self.rows if row["kind"] == "note"]
+
+    def close(self) -> None:
+        for end in self._sockets:
+            end.close()
+
+
+@pytest.fixture
+def benches(tmp_path: Path) -> Iterator[list[Bench]]:
+    made: list[Bench] = []
+    yield made
+    for bench in made:
+        bench.close()
+
+
+def make(benches: list[Bench], folder: Path, limit: int, restarts: WorkerRestarts | None = None) -> Bench:
+    benches.append(Bench(folder, limit, restarts))
+    return benches[-1]
+
+
+def test_a_killed_worker_is_started_again_as_often_as_the_flag_says(benches: list[Bench], tmp_path: Path) -> None:
+    bench = make(benches, tmp_path, 2)
+    assert bench.end(21, KILLED) == [("worker", 1, 1)]
+    bench.started(22, "worker 1")
+    assert bench.end(20, KILLED) == [("worker", 0, 1)]
+    assert bench.end(22, KILLED) == [("gone", 1, 1)]
+    again = [
+        f"worker {worker} was lost (as the test says): it is started again ({n} of 2)" for n, worker in ((1, 1), (2, 0))
+    ]
+    assert bench.notes() == [*again, "worker 1 was lost (as the test says): no worker is left"]
+
+
+def test_restarts_of_workers_are_counted_over_restarts_of_the_server(benches: list[Bench], tmp_path: Path) -> None:
+    restarts = WorkerRestarts(1)
+    assert make(benches, tmp_path, 1, restarts).end(21, KILLED) == [("worker", 1, 1)]
+    assert make(benches, tmp_path, 1, restarts).end(21, KILLED) == [("gone", 1, 0)]
+
+
+@pytest.mark.parametrize("status", [0, EXITED])
+def test_a_worker_that_exits_by_itself_is_gone(benches: list[Bench], tmp_path: Path, status: int) -> None:
+    bench = make(benches, tmp_path, 5)
+    assert bench.end(21, status) == [("gone", 1, 0)]
+    assert len(bench.notes()) == (status != 0)
+
+
+def test_the_exception_that_ended_a_worker_is_named(benches: list[Bench], tmp_path: Path) -> None:
+    bench = make(benches, tmp_path, 0)
+    bench.hear({"kind": "raised", "pid": 21, "text": "ValueError: no"})
+    bench.end(21, EXITED)
+    assert bench.notes() == ["worker 1 was lost (as the test says, ValueError: no): the run goes on with 1"]
+
+
+def test_without_the_flag_the_server_is_told_nothing(benches: list[Bench], tmp_path: Path) -> None:
+    assert make(benches, tmp_path, 0).end(21, KILLED) == []
+
+
+def test_a_worker_that_the_server_dropped_is_not_started_again(
+    benches: list[Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr("os.kill", lambda pid, number: killed.append(pid))
+    bench = make(benches, tmp_path, 5)
+    bench.server.send(to_json({"kind": "drop", "worker": 1, "incarnation": 0}).encode())
+    assert bench.end(20, KILLED) == [("worker", 0, 1)], "another one is"
+    assert killed == [21] and bench.end(21, KILLED) == [("gone", 1, 0)]
+
+
+def test_a_drop_of_an_earlier_incarnation_does_not_reach_the_next(
+    benches: list[Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr("os.kill", lambda pid, number: killed.append(pid))
+    bench = make(benches, tmp_path, 5)
+    bench.end(21, KILLED)
+    bench.started(22, "worker 1")
+    bench.server.send(to_json({"kind": "drop", "worker": 1, "incarnation": 0}).encode())
+    bench.supervisor._hear_server_out()
+    assert not killed
+
+
+def test_nothing_is_started_again_once_training_is_over(benches: list[Bench], tmp_path: Path) -> None:
+    bench = make(benches, tmp_path, 5)
+    bench.server.send(to_json({"kind": "clock", "now": 1.0, "runs": False}).encode())
+    assert bench.end(21, KILLED) == [("gone", 1, 0)]
+
+
+def test_a_complaint_of_a_worker_that_came_back_too_late_does_not_fail_the_run(
+    benches: list[Bench], tmp_path: Path
+) -> None:
+    bench = make(benches, tmp_path, 5)
+    bench.end(21, KILLED)
+    bench.started(22, "worker 1")
+    bench.server.send(to_json({"kind": "finished"}).encode())
+    bench.hear({"kind": "complaint", "pid": 22, "code": 1, "text": "the server of this run is gone"})
+    with pytest.raises(Exception, match="worker 0: something else"):
+        bench.hear({"kind": "complaint", "pid": 20, "code": 1, "text": "something else"})
+
+
+def test_a_complaint_before_the_connection_of_a_killed_server_ends_does_not_hide_that(
+    benches: list[Bench], tmp_path: Path
+) -> None:
+    """The system closes the connections of a killed process one after another."""
+    bench = make(benches, tmp_path, 0)
+    closing = threading.Timer(0.2, lambda: setattr(bench.supervisor, "_server_is_silent", True))
+    closing.start()
+    bench.hear({"kind": "complaint", "pid": 20, "code": 1, "text": SERVER_GONE})
+    closing.join()
+    with pytest.raises(Exception, match=r"the server process ended \(as the test says\)"):
+        bench.end(10, KILLED)
+
+
+def test_a_complaint_because_the_server_was_killed_does_not_hide_that(benches: list[Bench], tmp_path: Path) -> None:
+    bench = make(benches, tmp_path, 0)
+    bench.forks.send(to_json({"kind": "started", "pid": 30, "name": "worker 2"}).encode())
+    bench.supervisor._hear_forks()
+    bench.server.close()
+    bench.supervisor._server_is_silent = True
+    bench.hear({"kind": "complaint", "pid": 20, "code": 1, "text": "the server of this run is gone"})
+    with pytest.raises(Exception, match=r"the server process ended \(as the test says\)"):
+        bench.end(10, KILLED)
+
+
+def test_words_of_the_server_that_were_read_at_the_end_of_a_worker_are_not_waited_for(
+    benches: list[Bench], tmp_path: Path
+) -> None:
+    """Both say something. The end of a worker is heard first, and makes the supervisor read what the server says."""
+    bench = make(benches, tmp_path, 0)
+    bench.server.send(to_json({"kind": "note", "text": "a word"}).encode())
+    bench.forks.send(to_json({"kind": "ended", "pid": 20, "status": KILLED, "how": "killed"}).encode())
+    supervisor = bench.supervisor
+    listening = threading.Thread(target=supervisor._listen, args=([supervisor._forks.socket, supervisor._control],))
+    listening.daemon = True
+    listening.start()
+    listening.join(10.0)
+    assert not listening.is_alive(), "it waits for words that it has read"
+    assert "a word" in bench.notes()
