@@ -21,7 +21,7 @@ GRID = """
 dataset = "fashion-mnist-sample"
 strategy = "{strategy}"
 workers = 2
-steps = 30
+steps = {steps}
 batch_size = 8
 
 [grid]
@@ -35,7 +35,7 @@ def wait_for_results(folder: Path, count: int) -> None:
 
 @pytest.mark.parametrize(("strategy", "number"), [("async", signal.SIGINT), ("local:2", signal.SIGTERM)])
 def test_a_stopped_sweep_goes_on(tmp_path: Path, strategy: str, number: int) -> None:
-    (tmp_path / "try.toml").write_text(GRID.format(strategy=strategy))
+    (tmp_path / "try.toml").write_text(GRID.format(strategy=strategy, steps=200))  # three runs are left when the signal comes
     with Command("sweep", "try.toml", cwd=tmp_path) as command:
         wait_for_results(tmp_path / "runs/try", 1)
         command.process.send_signal(number)
@@ -72,7 +72,7 @@ def test_a_fold_is_a_setting_of_any_run(tmp_path: Path) -> None:
 
 
 def test_a_terminal_sees_a_bar(tmp_path: Path) -> None:
-    (tmp_path / "try.toml").write_text(GRID.format(strategy="async").replace("[0, 1, 2, 3]", "[0, 1]"))
+    (tmp_path / "try.toml").write_text(GRID.format(strategy="async", steps=30).replace("[0, 1, 2, 3]", "[0, 1]"))
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "paceline", "sweep", "try.toml"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=theirs)
