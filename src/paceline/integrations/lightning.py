@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from paceline.errors import UserError
 from paceline.integrations.own_session import join_run, missing
+from paceline.runtimes.scripts.loading.loader import WorkerLoader
 
 try:
     from lightning.fabric import strategies as fabric
@@ -154,6 +156,7 @@ class TrainerStrategy(WorkerStrategy, pytorch.SingleDeviceStrategy):
     def __init__(self, strategy: str | None = None, device: str | torch.device | None = None, **settings: Any) -> None:
         super().__init__(strategy, device, **settings)
         self._trainer: Trainer | None = None
+        self._resumed = 0
         self._evaluation = ExitStack()
 
     def setup(self, trainer: Trainer) -> None:
@@ -172,7 +175,25 @@ class TrainerStrategy(WorkerStrategy, pytorch.SingleDeviceStrategy):
         if not self._is_prepared:
             self._models = [self.lightning_module]
             self._schedulers = [one.scheduler for one in self.lr_scheduler_configs]
-        super().prepare()
+            super().prepare()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Note how many batches of its epoch this worker had before a restart."""
+        places = [one.position[1] for one in self._loaders if isinstance(one, WorkerLoader)]
+        self._resumed = places[0] if places else 0
+        if self._resumed and self._resumed == len(self._loaders[0]):
+            self._resumed = 0
+            what = "a worker was killed between two epochs: Lightning makes no step of a schedule for the first of them"
+            print(f"{what}; step schedules per batch (interval='step') to have all of them", file=sys.stderr)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """After a restart of this worker in the middle of an epoch, let Lightning count the batches before it too."""
+        if self._trainer and self._resumed:
+            counts = self._trainer.fit_loop.epoch_loop.batch_progress.current
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(counts, name, getattr(counts, name) + self._resumed)
+            self._resumed = 0
 
     def on_validation_start(self) -> None:
         """Validate the weights that would be saved now."""
