@@ -58,6 +58,7 @@ tour: setup ## in step, free and local steps on a quadratic, under a virtual clo
 pages: setup ## make the generated parts of docs/architecture.md and docs/cli.md, and the pictures of strategies
 	$(BIN)/python tools/generate_pages.py
 	$(BIN)/python tools/strategy_figures.py
+	$(BIN)/python tools/lines_to_adopt.py
 
 docs: $(DOCS)/.installed ## the documentation as a site that opens offline: site/index.html
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --clean

@@ -22,17 +22,17 @@ METRICS = {
 STRATEGIES = ("sync", "async")
 
 
-def command(*arguments: str, cwd: Path) -> str:
+def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run `python ARGUMENTS`, and return what it printed. End the program with its errors if it fails."""
     ended = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True)
     if ended.returncode:
         sys.exit(f"python {' '.join(arguments)} ended with code {ended.returncode}:\n{ended.stderr}")
-    return ended.stdout + ended.stderr
+    return ended
 
 
 def alone(example: str, cwd: Path) -> str:
     """The last line that the program prints, without a run."""
-    return command(str(EXAMPLES / example), cwd=cwd).strip().splitlines()[-1]
+    return command(str(EXAMPLES / example), cwd=cwd).stdout.strip().splitlines()[-1]
 
 
 def row(example: str, strategy: str, workers: int, cwd: Path) -> str:
@@ -42,8 +42,9 @@ def row(example: str, strategy: str, workers: int, cwd: Path) -> str:
     command("-m", "paceline", "run", *settings, str(EXAMPLES / example), cwd=cwd)
     result = json.loads((cwd / "runs" / name / "result.json").read_text(encoding="utf-8"))
     metric = METRICS[example]
-    replayed = "identical to the run" in command("-m", "paceline", "replay", f"runs/{name}", cwd=cwd)
-    value = f"{metric} {result['reported'][metric]:.4g}"
+    again = command("-m", "paceline", "replay", f"runs/{name}", cwd=cwd)
+    replayed = "identical to the run" in again.stdout + again.stderr
+    value = f"{metric} {result['reported']['0'][metric]:.4g}"
     return f"| {example} | {strategy} | {value} | {result['updates']} | {'identical' if replayed else 'DIFFERENT'} |"
 
 

@@ -1,4 +1,4 @@
-"""A Lightning Fabric program on several workers: `paceline run -n 2 --strategy async examples/integrations/fabric.py`."""
+"""A Lightning Fabric program on several workers: `paceline run -n 2 examples/integrations/fabric.py`."""
 
 import torch
 from lightning.fabric import Fabric

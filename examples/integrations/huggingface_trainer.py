@@ -1,4 +1,4 @@
-"""A GPT-2 of transformers and its Trainer on several workers: `paceline run -n 2 examples/integrations/huggingface_trainer.py`."""
+"""A GPT-2 and the Trainer of transformers: `paceline run -n 2 examples/integrations/huggingface_trainer.py`."""
 
 import math
 import tempfile

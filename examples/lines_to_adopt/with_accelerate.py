@@ -1,4 +1,4 @@
-"""The plain program with Accelerate: `accelerate launch --num_processes 4 examples/lines_to_adopt/with_accelerate.py`."""
+"""The plain program with Accelerate: `accelerate launch --num_processes 4 with_accelerate.py`."""
 
 import torch
 from accelerate import Accelerator

@@ -1,1 +1,1 @@
-"""Libraries with training loops of their own, on Paceline's workers. Each module imports its library; nothing else does."""
+"""Libraries with training loops of their own, on Paceline's workers: each module here imports one."""

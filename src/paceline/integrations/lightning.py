@@ -1,4 +1,4 @@
-"""Lightning on Paceline's workers: `Fabric(strategy=FabricStrategy("async"))`, `Trainer(strategy=TrainerStrategy())`."""
+"""Lightning on Paceline's workers: `FabricStrategy` for Fabric, `TrainerStrategy` for the Trainer."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class WorkerStrategy:
     optimizers: Any
 
     def __init__(self, strategy: str | None = None, device: str | torch.device | None = None, **settings: Any) -> None:
-        """`strategy` is that of the run, as `paceline run --strategy` names it. `device`: default a GPU if there is one."""
+        """`strategy` is that of the run, as `paceline run --strategy` names it. `device`: by default a GPU, if any."""
         self.session = join_run(strategy, type(self).__name__)
         worker = self.session.worker
         if device is None and torch.cuda.is_available():
             device = torch.device("cuda", worker % torch.cuda.device_count())
-        super().__init__(device=device or "cpu", **settings)
+        super().__init__(device=device or "cpu", **settings)  # type: ignore[call-arg]  # of Lightning's strategy
         self.global_rank, self.world_size = worker, self.session.num_workers
         rank_zero_only.rank = worker
         self._models: list[nn.Module] = []
@@ -164,7 +164,13 @@ class TrainerStrategy(WorkerStrategy, pytorch.SingleDeviceStrategy):
         if self._is_prepared and trainer.state.fn == "fit":
             raise UserError("TrainerStrategy: a second fit(...): a run trains once; start another with 'paceline run'")
         self._trainer = trainer
+        trainer._accelerator_connector.use_distributed_sampler = False  # the session divides the data
         super().setup(trainer)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are other workers: Lightning then asks for sums of metrics, which `reduce` refuses."""
+        return self.session.num_workers > 1
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return this worker's share of a training loader. Every worker evaluates on all data."""

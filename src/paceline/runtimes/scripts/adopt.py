@@ -85,7 +85,7 @@ def unwrapped(thing: Any) -> Any:
 
 
 def returned(things: tuple[Any, ...], data: list[Any], shared: Iterator[Any]) -> tuple[Any, ...]:
-    """The script's objects with its `data` replaced by what is `shared`; inside Accelerate's loaders, if it has some."""
+    """The script's objects, its `data` replaced by what is `shared`; inside Accelerate's loaders, if it has some."""
     found = []
     for thing in things:
         inner = unwrapped(thing)
