@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -128,3 +129,15 @@ def test_only_worker_0_saves_checkpoints_of_transformers(tmp_path: Path) -> None
     assert sorted(one.name for one in folder.iterdir()) == ["checkpoint-12", "checkpoint-4", "checkpoint-8"]
     state = torch.load(folder / "checkpoint-8" / "optimizer.pt", weights_only=True)
     assert {float(one["step"]) for one in state["state"].values()} == {8.0}
+
+
+def test_ray_train_places_the_processes_of_a_run_that_replays(tmp_path: Path) -> None:
+    require("ray")
+    example = Path(__file__).parents[2] / "examples" / "integrations" / "ray_train.py"
+    environment = {**os.environ, **GIVING_WAY}
+    command = [sys.executable, str(example), "sync"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"^test accuracy 9\d\.\d % after 504 updates$", ended.stdout, re.MULTILINE), ended.stdout
+    again = run("replay", "runs/ray-sync", cwd=tmp_path, seconds=SECONDS)
+    assert again.process.returncode == 0 and "identical to the run" in again.out + again.err
