@@ -84,4 +84,4 @@ class OnWorkers:
 
 
 class WorkerTrainer(OnWorkers, Trainer):
-    """`WorkerTrainer(model=model, args=args, train_dataset=data, pace="async")`, else as `transformers.Trainer`."""
+    """`WorkerTrainer(model=model, args=args, train_dataset=data)`, else as `transformers.Trainer`."""

@@ -99,7 +99,7 @@ class WorkerStrategy:
 
 
 class FabricStrategy(WorkerStrategy, fabric.SingleDeviceStrategy):
-    """`Fabric(strategy=FabricStrategy("async"))`: the loop stays as it is, and `fabric.strategy.finish()` ends it."""
+    """`Fabric(strategy=FabricStrategy())`: the loop stays as it is, and `fabric.strategy.finish()` ends it."""
 
     def __init__(self, strategy: str | None = None, device: str | torch.device | None = None, **settings: Any) -> None:
         super().__init__(strategy, device, **settings)
@@ -151,7 +151,7 @@ class FabricStrategy(WorkerStrategy, fabric.SingleDeviceStrategy):
 
 
 class TrainerStrategy(WorkerStrategy, pytorch.SingleDeviceStrategy):
-    """`Trainer(strategy=TrainerStrategy("async"))`. After `trainer.fit(...)` the module holds the final weights."""
+    """`Trainer(strategy=TrainerStrategy())`. After `trainer.fit(...)` the module holds the final weights."""
 
     def __init__(self, strategy: str | None = None, device: str | torch.device | None = None, **settings: Any) -> None:
         super().__init__(strategy, device, **settings)
