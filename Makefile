@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS := .venv-docs
+LIBRARIES := .venv-integrations
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check coverage bench tour pages docs clean screenshots
+.PHONY: help setup demo test check coverage bench tour pages docs clean screenshots integrations
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -42,12 +43,22 @@ bench: setup ## the figures of docs/measured.md, each beside its peer
 	$(BIN)/python benchmarks/memory.py --quick
 	$(BIN)/python benchmarks/simulator.py --quick
 
+integrations: $(LIBRARIES)/.installed ## programs of Lightning, transformers, Accelerate and Ray, against the real packages; minutes
+	OMP_WAIT_POLICY=PASSIVE $(LIBRARIES)/bin/python -m pytest tests/integrations -n 2
+	OMP_WAIT_POLICY=PASSIVE $(LIBRARIES)/bin/python benchmarks/integrations.py
+
+$(LIBRARIES)/.installed: pyproject.toml constraints.txt
+	@test -x $(LIBRARIES)/bin/python || $(PYTHON) -m venv $(LIBRARIES)
+	$(LIBRARIES)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[integrations]'
+	@touch $@
+
 tour: setup ## in step, free and local steps on a quadratic, under a virtual clock; seconds
 	$(BIN)/python examples/tour.py
 
 pages: setup ## make the generated parts of docs/architecture.md and docs/cli.md, and the pictures of strategies
 	$(BIN)/python tools/generate_pages.py
 	$(BIN)/python tools/strategy_figures.py
+	$(BIN)/python tools/lines_to_adopt.py
 
 docs: $(DOCS)/.installed ## the documentation as a site that opens offline: site/index.html
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --clean
@@ -64,4 +75,4 @@ screenshots: setup ## the pictures of docs/figures, of real short runs in a real
 	$(BIN)/python tools/screenshots.py
 
 clean: ## remove .venv and caches, never runs
-	rm -rf $(VENV) $(DOCS) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.*
+	rm -rf $(VENV) $(DOCS) $(LIBRARIES) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.*

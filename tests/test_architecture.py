@@ -75,7 +75,7 @@ def test_the_diagram_has_every_package_and_module_and_no_other() -> None:
 def test_what_is_reserved_does_not_exist_yet() -> None:
     _, _, table = ARCHITECTURE.partition("## Reserved names")
     reserved = re.findall(r"^\| `([\w/]+)/` \|", table, re.MULTILINE)
-    assert reserved == ["core/rows", "keyvalue", "data/streaming", "integrations"]
+    assert reserved == ["core/rows", "keyvalue", "data/streaming"]
     assert not [name for name in reserved if (SOURCE / name).exists()]
 
 

@@ -43,6 +43,7 @@ LAYERS = {
     "runtimes.scripts": 7,
     "simulation.lab": 7,
     "simulation.soak": 7,
+    "integrations": 8,
     "launch": 8,
     "api": 9,
     "studies": 9,

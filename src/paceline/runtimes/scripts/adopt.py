@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, TypeAlias, cast
@@ -17,6 +18,12 @@ from paceline.config import RunConfig
 from paceline.errors import UserError
 
 SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
+ACCELERATE = {
+    "AcceleratedOptimizer": "optimizer",
+    "AcceleratedScheduler": "scheduler",
+    "DataLoaderShard": "base_dataloader",
+}
+"""What Accelerate makes of an object, and the attribute that holds it; the wrappers stay in use."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +64,52 @@ class UserObjects:
         return self.models[0] if len(self.models) == 1 else nn.ModuleList(self.models)
 
 
+def is_of_accelerate(thing: Any) -> bool:
+    """Whether `accelerator.prepare` has wrapped this. Its loaders pretend to be others by `__class__`."""
+    return type(thing).__module__.split(".")[0] == "accelerate"
+
+
+def unwrapped(thing: Any) -> Any:
+    """Return what Accelerate has wrapped, or the thing itself. Raise UserError for a wrapper that hides the steps."""
+    if not is_of_accelerate(thing):
+        return thing
+    name = type(thing).__name__
+    if name not in ACCELERATE:
+        what = f"session.prepare(...): a {name} reads for all processes of Accelerate, and Paceline divides the data"
+        instead = "Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))"
+        raise UserError(f"{what}: use {instead}")
+    if getattr(thing, "scaler", None) is not None:
+        what = "session.prepare(...): the scaler of Accelerate's fp16 calls the optimizer past the server"
+        raise UserError(f"{what}: use mixed_precision='bf16', or torch.amp.GradScaler in the loop")
+    return unwrapped(getattr(thing, ACCELERATE[name]))
+
+
+def returned(things: tuple[Any, ...], data: list[Any], shared: Iterator[Any]) -> tuple[Any, ...]:
+    """The script's objects, its `data` replaced by what is `shared`; inside Accelerate's loaders, if it has some."""
+    found = []
+    for thing in things:
+        inner = unwrapped(thing)
+        if any(inner is one for one in data):
+            share = next(shared)
+            if inner is thing:
+                thing = share
+            else:
+                thing.base_dataloader = share
+        found.append(thing)
+    return tuple(found)
+
+
+def number_process(worker: int) -> None:
+    """Tell Accelerate, if the script uses it, that only worker 0 is its main process: the one that prints and saves."""
+    states = sys.modules.get("accelerate.state")
+    for kind in (states.PartialState, states.AcceleratorState) if states is not None else ():
+        if kind._shared_state:
+            kind._shared_state |= {"process_index": worker, "local_process_index": worker}
+
+
 def sort_out(things: tuple[Any, ...]) -> UserObjects:
     """Sort the objects into models, optimizers, schedulers and data. Raise UserError if they do not fit together."""
+    things = tuple(map(unwrapped, things))
     models = [getattr(thing, "_orig_mod", thing) for thing in things if isinstance(thing, nn.Module)]  # not compiled
     optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
     schedulers = [thing for thing in things if isinstance(thing, SCHEDULERS)]
@@ -70,7 +121,7 @@ def sort_out(things: tuple[Any, ...]) -> UserObjects:
         if callable(getattr(thing, "step", None)):
             what = f"session.prepare(...): {type(thing).__name__} has a step() and is no torch optimizer or scheduler"
             raise UserError(f"{what}: give the torch optimizer that it wraps, and leave it out")
-    if any(schedule.optimizer not in optimizers for schedule in schedulers):
+    if any(unwrapped(schedule.optimizer) not in optimizers for schedule in schedulers):
         raise UserError("session.prepare(...): the schedule belongs to another optimizer than the one given")
     found = UserObjects(models, optimizers, schedulers, data)
     known = {id(parameter) for model in models for parameter in model.parameters()}

@@ -278,6 +278,12 @@ class AdoptedOptimizer:
         optimizer.state_dict = state_dict  # type: ignore[method-assign]
         optimizer.load_state_dict = load_state  # type: ignore[method-assign]
 
+    def release(self, state: dict[str, Any]) -> None:
+        """Keep this state here from now on: training is over, and the server ends."""
+        del self.optimizer.state_dict, self.optimizer.load_state_dict  # the class has its own
+        self.optimizer.state = defaultdict(dict)
+        self.optimizer.load_state_dict(state)
+
     def _as_torch(self, places: Mapping[str, dict[str, Any]]) -> dict[Any, Any]:
         numbers = sorted(int(place) for place in places if place.isdecimal())
         return {**{self.parameters[number]: places[str(number)] for number in numbers}, **places.get(UNKEYED, {})}

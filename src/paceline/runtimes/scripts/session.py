@@ -59,7 +59,7 @@ class Session:
         self._loop: ServedLoop | None = None
         self._has_length = False  # whether `prepare` was told when training ends
         self._steps_left: int | None = None  # of a plain loop with `steps=N`
-        self._iteration = self._ignored = self._empty_passes = 0
+        self._iteration = self._ignored = self._empty_passes = self._num_loaders = 0
         self._samples = [0]  # since the last push of each optimizer
         self._last_samples = [1]  # of these pushes
         self._is_asked_for_steps = False  # whether the script reads `iteration`
@@ -95,6 +95,11 @@ class Session:
         return self._made
 
     @property
+    def skips_passes(self) -> bool:
+        """Whether the loop runs through passes without a batch, which this worker finished before its restart."""
+        return self._loop is not None and self._loop.skips_passes()
+
+    @property
     def _made(self) -> int:
         return self._loop.step_number if self._loop is not None else self._iteration
 
@@ -118,9 +123,14 @@ class Session:
         back = self._prepare_plain(handed, batch_size, epochs, steps)
         if back is None:
             back = self._prepare_served(handed, batch_size, epochs, steps)
-        found = iter(back)
-        returned = tuple(next(found) if any(thing is one for one in handed.data) else thing for thing in things)
+        if any(map(adopt.is_of_accelerate, things)):
+            adopt.number_process(self.worker)
+        returned = adopt.returned(things, handed.data, iter(back))
         return returned if len(returned) > 1 else returned[0]
+
+    def share(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return this worker's share of a loader before the model is known. Give that to `prepare`, with the model."""
+        return loader if self._is_plain else self._share(loader, None, None)
 
     def _prepare_plain(
         self, handed: adopt.UserObjects, batch_size: int | None, epochs: float | None, steps: int | None
@@ -131,8 +141,8 @@ class Session:
         if not self._is_plain or not handed.optimizers or is_endless:
             return None
         shared = [
-            one if isinstance(one, DataLoader) and steps is None else self._share(one, number, batch_size, in_passes)
-            for number, (one, in_passes) in enumerate(zip(handed.data, per_pass, strict=True))
+            one if isinstance(one, DataLoader) and steps is None else self._share(one, batch_size, in_passes)
+            for one, in_passes in zip(handed.data, per_pass, strict=True)
         ]
         self._steps_left = steps
         handed.optimizers[0].register_step_post_hook(lambda *_: self._count_step())
@@ -146,7 +156,10 @@ class Session:
                 self._end_script()
             self.finished = self._iteration >= self._steps_left
 
-    def _share(self, data: Any, number: int, batch_size: int | None, in_passes: bool | None) -> WorkerLoader:
+    def _share(self, data: Any, batch_size: int | None, in_passes: bool | None) -> WorkerLoader:
+        if isinstance(data, WorkerLoader):  # of `share`
+            return data
+        number, self._num_loaders = self._num_loaders, self._num_loaders + 1
         return share(data, self, self.config, self.worker, number=number, batch_size=batch_size, in_passes=in_passes)
 
     def _prepare_served(
@@ -157,7 +170,7 @@ class Session:
         adopt.require_agreement(settings, self.config, env.typed)
         self.config = dataclasses.replace(self.config, **settings)
         in_passes = True if epochs is not None else None
-        loaders = [self._share(one, number, batch_size, in_passes) for number, one in enumerate(handed.data)]
+        loaders = [self._share(one, batch_size, in_passes) for one in handed.data]
         known = loaders[0].facts if loaders else None
         is_bare = bool(loaders) and not isinstance(handed.data[0], DataLoader)
         self.config = dataclasses.replace(self.config, batch_size=known.batch_size if known is not None else 1)
@@ -333,10 +346,11 @@ class Session:
         loop.bound.record_inputs(True)
         loop.pause(paused)
 
-    def finish(self) -> None:
+    def finish(self, with_optimizers: bool = False) -> None:
         """End this worker's training. Afterwards the model holds the final weights and statistics, as they are saved.
 
         It waits for the other workers. Leaving the session's `with` block calls it, unless there was an error.
+        `with_optimizers` first brings the state of the optimizers here, so that it can be saved afterwards.
         """
         loop = self._require_prepared("finish")
         if self._is_final:
@@ -348,7 +362,10 @@ class Session:
                 what = "the loop ended and no step has reached the server"
                 instead = "give session.prepare(...) the optimizer whose step() the loop calls"
                 raise UserError(f"{what}: weights changed by hand are not seen; {instead}, or call session.step(loss)")
+            states = [one.optimizer.state_dict() for one in loop.optimizers] if with_optimizers else []
             loop.finish()
+            for one, state in zip(loop.optimizers, states, strict=False):
+                one.release(state)
         self.finished = self._is_final = True
 
     def report(self, **figures: float) -> None:

@@ -23,6 +23,8 @@ from paceline.tasks.nested import require_samples
 
 DEFAULT_BATCH = 32
 _FOR_ITER = dis.opmap["FOR_ITER"]
+LOOPS_BY_NEXT = ("accelerate.data_loader", "lightning.pytorch.utilities.combined_loader")
+"""Modules that loop over a loader by calling `next`."""
 
 
 class FinishedPass:
@@ -58,6 +60,8 @@ class FinishedPass:
 def _is_next_call(caller: FrameType) -> bool:
     """Whether the code that asks for a batch calls `next`, and does not loop or make a list."""
     code = caller.f_code
+    if caller.f_globals.get("__name__") in LOOPS_BY_NEXT:
+        return False
     return code.co_code[caller.f_lasti] != _FOR_ITER and "next" in code.co_names
 
 

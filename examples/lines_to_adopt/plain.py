@@ -1,0 +1,21 @@
+"""The program that the others make fit for several workers: `python examples/lines_to_adopt/plain.py`."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+x = torch.rand(2000, 2) * 4 - 2
+data = TensorDataset(x, (x.norm(dim=1) < 1.5).long())
+loader = DataLoader(data, batch_size=32, shuffle=True)
+model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+for _epoch in range(5):
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+
+torch.save(model.state_dict(), "model.pt")

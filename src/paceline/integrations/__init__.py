@@ -1,0 +1,1 @@
+"""Libraries with training loops of their own, on Paceline's workers: each module here imports one."""
