@@ -35,7 +35,7 @@ def wait_for_results(folder: Path, count: int) -> None:
 
 @pytest.mark.parametrize(("strategy", "number"), [("async", signal.SIGINT), ("local:2", signal.SIGTERM)])
 def test_a_stopped_sweep_goes_on(tmp_path: Path, strategy: str, number: int) -> None:
-    (tmp_path / "try.toml").write_text(GRID.format(strategy=strategy, steps=200))  # three runs are left when the signal comes
+    (tmp_path / "try.toml").write_text(GRID.format(strategy=strategy, steps=200))
     with Command("sweep", "try.toml", cwd=tmp_path) as command:
         wait_for_results(tmp_path / "runs/try", 1)
         command.process.send_signal(number)
