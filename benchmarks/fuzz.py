@@ -27,6 +27,7 @@ import torch
 
 from paceline.codecs.slices import slice_codec
 from paceline.core.buffers import BufferSizes, WorkerBuffers, view
+from paceline.core.messages import Join
 from paceline.errors import ProtocolError
 from paceline.interfaces import pack
 from paceline.runtimes.sharded.channel import FILLED, ShardChannel
@@ -121,7 +122,8 @@ FACTS = {"layout": 5, "num_samples": 6, "targets": 7}
 JOIN = {"worker": 0, "incarnation": 0, "quota": None, "threads": 1, "own_loop": False}
 HELLO = _fields(FrameKind.HELLO, **JOIN, sizes=SIZES, **FACTS)
 BODY = bytes(range(40))
-PUSH = _framed(FrameKind.PUSH, PUSH_HEAD.pack(0, 0, 4, 32, 8, 0, 0.5, 0.1, 0.2, 0.3, 0.0), BODY, padding(len(BODY)))
+PUSH_FIELDS = (0, 0, 4, 0, 32, 8, 0, 0, 0.5, 0.1, 0.2, 0.3, -1.0)
+PUSH = _framed(FrameKind.PUSH, PUSH_HEAD.pack(*PUSH_FIELDS), BODY, padding(len(BODY)))
 MESSAGES = [
     PUSH,
     _fields(FrameKind.FIGURES, accuracy=0.5, f1="nan"),
@@ -170,13 +172,13 @@ def _reply(sizes: BufferSizes) -> Callable[[bytes], object]:
 
     def feed(data: bytes) -> object:
         client._assignment = None
-        return FrameReader(client._reply(0, 0)).fill(ScriptedConnection(data).receive_into)
+        return FrameReader(client._reply(Join(0, 0))).fill(ScriptedConnection(data).receive_into)
 
     return feed
 
 
 def _reply_frame(encoded: bool, members: bytes, body: bytes) -> bytes:
-    head = REPLY_HEAD.pack(0, encoded, 0, 3, 17, 5, 0.1, 0, 1, len(members), len(body), 0)
+    head = REPLY_HEAD.pack(0, encoded, 0, 0, 3, 17, 5, 0.1, 0, 1, len(members), len(body), 0, 0, 0)
     return _framed(FrameKind.REPLY, head, members, body, padding(len(members) + len(body)))
 
 
@@ -264,7 +266,7 @@ def make_targets() -> dict[str, Target]:
     votes = [_fields(FrameKind.SHARD, part=[0, 0, 3], finite=True, nbytes=9), _fields(FrameKind.SHARD, beat=True)]
 
     def message(data: bytes) -> object:
-        greeted.left, greeted._filler, greeted._seq = False, None, -1
+        greeted.left, greeted._filler, greeted._seq = False, None, {}
         return _through(greeted, data)
 
     return {

@@ -25,6 +25,7 @@ from paceline.transports.auth import CHALLENGE_NBYTES, PROOF_NBYTES, ClientHands
 from paceline.transports.connection import connected, read, send
 from paceline.transports.frames import HEADER_NBYTES, PUSH_HEAD, FrameKind, header, padding, read_bytes
 from paceline.transports.listener import Listener
+from paceline.transports.protocol import BY_SAMPLES
 from paceline.transports.tcp_client import TcpClient
 from paceline.transports.tls import Tls, make_certificate, server_tls, worker_tls
 from tests.support.recorded_runs import RecordedRun, small_config
@@ -136,10 +137,10 @@ class Liar:
         """Push zeros, with these numbers beside them."""
         sizes = self._served.sizes
         body = bytes(4 * sizes.weights + 4 * sizes.state)
-        nbytes = 4 * sizes.weights, 4 * sizes.state, 0
+        nbytes = 0, 4 * sizes.weights, 4 * sizes.state, 0, 0
         timing = seconds, numbers.get("wall", 0.1), numbers.get("waited", 0.0)
         head = PUSH_HEAD.pack(
-            seq, reply, samples, *nbytes, numbers.get("loss", 0.5), *timing, numbers.get("weight", 0.0)
+            seq, reply, samples, *nbytes, numbers.get("loss", 0.5), *timing, numbers.get("weight", BY_SAMPLES)
         )
         pad = padding(len(body))
         send(self.connection, header(FrameKind.PUSH, len(head) + len(body) + len(pad)) + head + body + pad)

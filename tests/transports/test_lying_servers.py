@@ -137,7 +137,7 @@ def _no_data(config: object) -> None:
 
 
 def reply(lr: float = 0.1, steps: int = 0, batch: int = 0, members: bytes = b"", count: int = 32) -> bytes:
-    head = REPLY_HEAD.pack(0, 0, 0, 0, 0, batch, lr, steps, 1, len(members), count, 0)
+    head = REPLY_HEAD.pack(0, 0, 0, 0, 0, 0, batch, lr, steps, 1, len(members), count, 0, 0, 0)
     body = head + members + bytes(count)
     return frame(FrameKind.REPLY, body + bytes(-(len(members) + count) % 16))
 

@@ -26,10 +26,10 @@ from paceline.errors import ProtocolError, UnknownWorker, UserError
 from paceline.transports import tcp_client as tcp_worker
 from paceline.transports.connection import Connection
 from paceline.transports.frames import PUSH_HEAD, FrameKind, beat_frame, fields_frame, header, padding
-from paceline.transports.protocol import HEARD, Hello, Keepalive, ReportedFigures, parse_sizes
+from paceline.transports.protocol import HEARD, Hello, Keepalive, ReportedFigures, parse_sizes, require_fitting
 from paceline.transports.shared_memory import SharedBuffers, SharedMemoryClient, SharedMemoryPeer, channel
 from paceline.transports.tcp_client import TcpClient
-from paceline.transports.tcp_server import TcpPeer, require_fitting
+from paceline.transports.tcp_server import TcpPeer
 from paceline.transports.tls import fingerprint, make_certificate, server_tls, worker_tls
 from tests.support.small_star import (
     LAYOUT,
@@ -327,7 +327,7 @@ BODY = bytes(range(40))
 
 
 def push_bytes(seq: int, body: bytes = BODY, update: int = 32, state: int = 8, local_state: int = 0) -> bytes:
-    head = PUSH_HEAD.pack(seq, seq, 2, update, state, local_state, 0.5, *TIMING, 0.0)
+    head = PUSH_HEAD.pack(seq, seq, 2, 0, update, state, local_state, 0, 0.5, *TIMING, 0.0)
     pad = padding(len(body))
     return header(FrameKind.PUSH, len(head) + len(body) + len(pad)) + head + body + pad
 

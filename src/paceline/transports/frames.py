@@ -17,18 +17,21 @@ from paceline.system.strict_json import from_json, to_json
 from paceline.system.terminal import printable
 
 MAGIC = b"PACE"
-VERSION = 5
+VERSION = 6
 _HEADER = struct.Struct("<4sBBxxQ")
 HEADER_NBYTES = _HEADER.size
 ALIGNMENT = 16
 """Frames are multiples of it, so that tensors are aligned in the kernel's buffers too: copies are a fifth cheaper."""
-PUSH_HEAD = struct.Struct("<IIIxxxxQQQffffd")
-"""seq, reply, samples, bytes of update, of state, of both saved local states, loss, seconds: cpu, wall, waited, weight
-(0: the samples)."""
-REPLY_HEAD = struct.Struct("<BBBxIQQdIIQQI4x")
-"""over (or DRAINED), encoded, asks for the local state, serial, version, batch, lr, steps, generation of the data
-assignment, bytes of its members (0 if the worker knows them), bytes of the weights or of the encoded reply, pushes
-dropped so far."""
+PUSH_HEAD = struct.Struct("<IIIBxxxQQQQffffd8x")
+"""seq, reply, samples, number of the optimizer, bytes of update, of state, of both saved local states, of what an own
+loop says, loss, seconds: cpu, wall, waited, weight (BY_SAMPLES: the samples)."""
+REPLY_HEAD = struct.Struct("<BBBBIQQdIIQQIIQ8x")
+"""over (or DRAINED), encoded, asks for the local state, number of the optimizer, serial, version, batch, lr, steps,
+generation of the data assignment, bytes of its members (0 if the worker knows them), bytes of the weights or of the
+encoded reply, pushes that the policy dropped, pushes dropped that count as steps of an own loop, bytes of what an own
+loop said last."""
+REQUEST_HEAD = struct.Struct("<QBBxxI")  # number, kind, optimizer, samples; statistics follow
+ANSWER_HEAD = struct.Struct("<QBxxxI")  # number of the request, whether the weights are averaged, bytes of padding
 BEAT_BODY = struct.Struct("<Q8x")  # steps that the worker has begun
 DRAINED = 2  # in the first byte of a reply: this worker alone is to leave
 MAX_AT_ONCE = 64  # the most buffers per send: the system's limit is 1,024
@@ -53,12 +56,16 @@ class FrameKind(enum.IntEnum):
     BODY = 11
     LOOK = 12
     SEEN = 13
+    WANTED = 14
+    INITIAL = 15
+    REQUEST = 16
+    ANSWER = 17
 
 
 MAX_REFUSED = MAX_LOOK = MAX_SEEN = 1 << 12
 MAX_APPLY = MAX_FIGURES = 1 << 16
-MAX_WELCOME = MAX_HELLO = 1 << 20
-MAX_SHARD = 1 << 24
+MAX_WELCOME = 1 << 20
+MAX_HELLO = MAX_SHARD = 1 << 24
 MAX_PIECE = 1 << 20  # the most bytes of a file in one frame
 MAX_REASON = 512  # characters of a refusal
 UINT32 = (1 << 32) - 1
@@ -77,7 +84,7 @@ def header(kind: FrameKind, nbytes: int) -> bytes:
     """Pack the first bytes of a frame.
 
     >>> header(FrameKind.BEAT, 0).hex(" ", 4)
-    '50414345 05080000 00000000 00000000'
+    '50414345 06080000 00000000 00000000'
     """
     return _HEADER.pack(MAGIC, VERSION, kind, nbytes)
 

@@ -9,16 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from torch import Tensor
+
 from paceline.core.buffers import BufferSizes, WorkerBuffers
 from paceline.core.messages import Join, OwnLoopInput, Push, Reply
 from paceline.errors import ProtocolError
 from paceline.interfaces import State
+from paceline.system.memory import available_memory
 from paceline.system.terminal import printable
 from paceline.transports.frames import ANYTHING, FLAG, UINT32, Schema, checked, integer, nullable, optional
 
 MEMBER_NBYTES = 2
 MAX_SECONDS = 1e8  # of one step: three years
 MAX_WEIGHT = 2.0**53
+BY_SAMPLES = -1.0  # in place of the weight of a push that has none
 MAX_NAMES, MAX_NAME = 1000, 100  # how many metrics a worker may report at once, and how long a name may be
 HELLO_FIELDS: Schema = {
     "worker": optional(ANYTHING),  # who sends it is known
@@ -58,6 +62,28 @@ class ReportedFigures:
     values: dict[str, float]
 
 
+class RequestKind(enum.IntEnum):
+    """What a user's own loop may ask for beside the replies to its pushes."""
+
+    WEIGHTS = 0
+    FINAL_WEIGHTS = 1
+    OPTIMIZER = 2
+    STATISTICS = 3  # of all workers, for its own
+
+
+@dataclass(frozen=True)
+class InitialTensors:
+    """What the model of an own loop begins with, from the worker that is asked for it; no push brings it.
+
+    `frozen` belongs to the saved weights, `optimizers` are the states of optimizers that were used before.
+    """
+
+    worker: int
+    weights: Tensor
+    frozen: State
+    optimizers: State
+
+
 class Keepalive(enum.Enum):
     """What shows that a worker is alive, and gives the server nothing to do."""
 
@@ -68,7 +94,7 @@ class Keepalive(enum.Enum):
 
 HEARD = Keepalive.HEARD
 
-Message: TypeAlias = Hello | Push | OwnLoopInput | ReportedFigures | Keepalive
+Message: TypeAlias = Hello | InitialTensors | Push | OwnLoopInput | ReportedFigures | Keepalive
 """Everything that a server receives from a worker."""
 
 
@@ -131,6 +157,20 @@ class Peer(Protocol):
         """Close the connection."""
 
 
+class ScriptPeer(Peer, Protocol):
+    """The connection to a worker that runs a user's own loop: it also asks for what is evaluated and saved."""
+
+    @property
+    def slot(self) -> WorkerBuffers | None:
+        """The worker's buffers, once it has said hello."""
+
+    def confirm(self, averaged: bool = False) -> None:
+        """Answer the worker's last request: the weights or statistics that it waits for are in its buffers."""
+
+    def send_optimizer(self, state: State) -> None:
+        """Answer the worker's last request with the state of an optimizer."""
+
+
 def parse_hello(worker: int, incarnation: int, fields: Mapping[str, Any]) -> tuple[Join, Any, dict[str, Any]]:
     """Return a worker's join, the sizes it asks for, which are not checked yet, and its facts."""
     found = checked(fields, HELLO_FIELDS)
@@ -147,6 +187,29 @@ def parse_sizes(asked: Any) -> BufferSizes:
     if not isinstance(asked, list) or len(asked) != len(_SIZES):
         raise ProtocolError("a hello without sizes")
     return BufferSizes(**checked(dict(zip(BufferSizes._fields, asked, strict=True)), _SIZES))
+
+
+def _within(size: int | None, most: int | None) -> bool:
+    """Whether the size of a part is allowed; None if there is no such part."""
+    return size is most if size is None or most is None else 0 <= size <= most
+
+
+def require_fitting(sizes: BufferSizes, most: BufferSizes | None) -> None:
+    """Check the sizes of a worker's buffers before allocating them; without `most`, that they fit into memory.
+
+    >>> require_fitting(BufferSizes(10), BufferSizes(10))
+    >>> require_fitting(BufferSizes(11), BufferSizes(10))
+    Traceback (most recent call last):
+    paceline.errors.ProtocolError: buffers with weights of 11, which may have at most 10
+    """
+    if most is None:
+        nbytes, free = sum(dtype.itemsize * count for dtype, count in sizes.parts().values()), available_memory()
+        if nbytes > free:
+            raise ProtocolError(f"buffers of {nbytes} bytes, and {free} are free")
+        return
+    for name, count, limit in zip(BufferSizes._fields, sizes, most, strict=True):
+        if not _within(count, limit):
+            raise ProtocolError(f"buffers with {name} of {count}, which may have at most {limit}")
 
 
 def parse_figures(worker: int, fields: Mapping[str, Any]) -> ReportedFigures:

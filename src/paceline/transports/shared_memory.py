@@ -39,7 +39,6 @@ _READ = struct.Struct("<BB")
 _STATISTICS = struct.Struct("<BI")
 _COUNT = struct.Struct("<BQ")
 _HELLO, _PUSHED, _REPLIED, _REPORTED, _READING, _ESTIMATED, _CONFIRMED, _READING_OPTIMIZER = range(1, 9)
-_BY_SAMPLES = -1.0  # in place of the weight of a push that has none
 _GONE = BrokenPipeError, ConnectionResetError
 _LARGEST = 1 << 20
 _current_core: Callable[[], int] | None = getattr(ctypes.CDLL(None), "sched_getcpu", None)
@@ -111,7 +110,7 @@ class SharedMemoryClient(ScriptTransport):
                 self.lends_core_to = None  # the server is gone, or this process may not move it
         try:
             sizes = push.samples, push.update.nbytes
-            facts = *sizes, push.loss, *timing, _BY_SAMPLES if push.weight is None else push.weight
+            facts = *sizes, push.loss, *timing, protocol.BY_SAMPLES if push.weight is None else push.weight
             self._connection.send(_PUSH.pack(_PUSHED, push.optimizer, push.seq, push.reply, *facts))
         except _GONE:
             return None
@@ -238,7 +237,7 @@ class SharedMemoryPeer(Peer):
         if nbytes > update.nbytes:
             raise ProtocolError(f"a push of {nbytes} bytes for buffers of {update.nbytes}")
         timing = Timing(*seconds)
-        known = None if weight == _BY_SAMPLES else weight
+        known = None if weight == protocol.BY_SAMPLES else weight
         protocol.check_push(seq, reply, samples, loss, timing, known or 0.0)
         self.timing = timing
         if slot.sizes.payload is not None:

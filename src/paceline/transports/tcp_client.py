@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.core.buffers import WorkerBuffers, view
 from paceline.core.messages import DataAssignment, Join, Push, Reply
@@ -21,7 +21,7 @@ from paceline.transports.auth import ClientHandshake
 from paceline.transports.connection import Connection, JoinRefused, connected, read, require_token, send
 from paceline.transports.frames import PUSH_HEAD, REPLY_HEAD, FrameKind, Reading, header, padding, read_bytes
 from paceline.transports.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS, ConnectionReport, introduce
-from paceline.transports.protocol import MEMBER_NBYTES, Timing, Transport, unpack_members
+from paceline.transports.protocol import BY_SAMPLES, MEMBER_NBYTES, Timing, Transport, unpack_members
 from paceline.transports.tls import Tls
 
 BEAT_SECONDS = 1.0
@@ -29,6 +29,7 @@ FIRST_PATIENCE_SECONDS, PATIENCE_SECONDS = 10.0, 120.0
 FIRST_PAUSE, MAX_PAUSE = 0.05, 5.0
 MIN_CONNECT_SECONDS = 1.0  # an attempt that comes late, after a long step, still gets so long
 QUIET_SECONDS = 1.0  # a worker may be started before its server: nothing is said so early
+T = TypeVar("T")
 MAX_BATCH, MAX_STEPS = 1 << 48, 1 << 24  # no run is so long: a reply that asks for more is not from a server of ours
 
 
@@ -163,24 +164,33 @@ class TcpClient(Transport):
 
     def hello(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | None:
         """Join and wait for the first weights. Raise UserError if the worker's facts do not match the server's."""
+        frame = self._begin(join, memory, facts)
+        return self._unless_refused(self._ask([frame], lambda: self._reply(join)))
+
+    def _begin(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> memoryview:
+        """Use these buffers from now on; return the frame of the hello."""
         self._memory, self._ship_state, self.forgotten, self._assignment = memory, False, None, None
         self._fields |= {"again": True, "worker": join.worker, "incarnation": join.incarnation}
         fields = {**join._asdict(), "sizes": memory.sizes, **facts}
-        reply = self._ask(join, [memoryview(frames.fields_frame(FrameKind.HELLO, fields, frames.MAX_HELLO))])
-        if reply is None and self.farewell is not None:
+        return memoryview(frames.fields_frame(FrameKind.HELLO, fields, frames.MAX_HELLO))
+
+    def _unless_refused(self, answer: T | None) -> T | None:
+        if answer is None and self.farewell is not None:
             raise UserError(f"{self._address}: {self.farewell}")
-        return reply
+        return answer
 
     def exchange(self, push: Push, timing: Timing) -> Reply | None:
         """Send a push and wait for its reply. Return None if the server is gone for good."""
         assert self._memory is not None
-        bodies = [view(push.update), view(push.state)]
         local_state = view(self._memory.saved_states) if self._ship_state else memoryview(b"")
-        sizes = [len(body) for body in (*bodies, local_state)]
-        head = PUSH_HEAD.pack(push.seq, push.reply, push.samples, *sizes, push.loss, *timing, push.weight or 0.0)
+        says = view(push.loop) if push.loop is not None else memoryview(b"")
+        bodies = [view(push.update), view(push.state), local_state, says]
+        sizes, weight = [len(body) for body in bodies], BY_SAMPLES if push.weight is None else push.weight
+        named = push.seq, push.reply, push.samples, push.optimizer
+        head = PUSH_HEAD.pack(*named, *sizes, push.loss, *timing, weight)
         pad = padding(sum(sizes))
         first = header(FrameKind.PUSH, len(head) + sum(sizes) + len(pad)) + head
-        return self._ask(push, [memoryview(first), *bodies, local_state, memoryview(pad)])
+        return self._ask([memoryview(first), *bodies, memoryview(pad)], lambda: self._reply(push))
 
     def report(self, figures: dict[str, float]) -> None:
         """Send metrics that belong in the run's result."""
@@ -205,8 +215,8 @@ class TcpClient(Transport):
         if self._beating is not None:
             self._beating.join()
 
-    def _ask(self, message: Join | Push, parts: list[memoryview]) -> Reply | None:
-        """Send a frame, again after each reconnect, until its reply has come."""
+    def _ask(self, parts: list[memoryview], reading: Callable[[], Reading[T]]) -> T | None:
+        """Send a frame, again after each reconnect, until its answer has come, which `reading` reads."""
         with self._busy:
             while not self._closed.is_set():
                 try:
@@ -218,9 +228,9 @@ class TcpClient(Transport):
                     self._send(parts)
                     self._await_reply()
                     assert self._connection is not None
-                    reply = read(self._connection, self._reply(message.worker, message.incarnation))
+                    answer = read(self._connection, reading())
                     self._back_off.answered()
-                    return reply
+                    return answer
                 except ConnectionError:
                     self._lose()
                 except JoinRefused as reason:
@@ -236,35 +246,54 @@ class TcpClient(Transport):
                 self._closed.wait(seconds)
         return None
 
-    def _reply(self, worker: int, incarnation: int) -> Reading[Reply]:
-        """Read a reply, and its weights into the worker's buffers."""
-        memory = self._memory
-        assert memory is not None
-        most = MEMBER_NBYTES * MAX_WORKERS + max(memory.weights.nbytes, memory.pulled.nbytes)
-        largest = REPLY_HEAD.size + most + len(padding(most))
-        kind, nbytes = yield from frames.read_header({FrameKind.REPLY: largest, FrameKind.REFUSED: frames.MAX_REFUSED})
+    def _header(self, most: Mapping[FrameKind, int]) -> Reading[tuple[FrameKind, int]]:
+        """Read the header of one of these frames. Raise JoinRefused if the server refuses the worker instead."""
+        kind, nbytes = yield from frames.read_header({**most, FrameKind.REFUSED: frames.MAX_REFUSED})
         if kind is FrameKind.REFUSED:
             raise JoinRefused((yield from frames.read_refusal(nbytes)))
+        return kind, nbytes
+
+    @property
+    def _largest_reply(self) -> int:
+        memory = self._memory
+        assert memory is not None
+        most = MEMBER_NBYTES * MAX_WORKERS + max(memory.weights.nbytes, memory.pulled.nbytes) + memory.loop.nbytes
+        return REPLY_HEAD.size + most + len(padding(most))
+
+    def _reply(self, message: Join | Push) -> Reading[Reply]:
+        """Read the reply to a message, and its weights into the worker's buffers."""
+        _, nbytes = yield from self._header({FrameKind.REPLY: self._largest_reply})
+        return (yield from self._reply_body(message.worker, message.incarnation, nbytes))
+
+    def _reply_body(self, worker: int, incarnation: int, nbytes: int) -> Reading[Reply]:
+        memory = self._memory
+        assert memory is not None
         packed = yield from read_bytes(REPLY_HEAD.size)
-        finished, encoded, ship_own, *facts, generation, named, count, discarded = REPLY_HEAD.unpack(packed)
+        finished, encoded, ship_own, optimizer, *facts, generation, named, count, discarded, dropped, num_loop = (
+            REPLY_HEAD.unpack(packed)
+        )
         serial, version, batch, lr, steps = facts
         if not 0.0 <= lr < math.inf or batch > MAX_BATCH or steps > MAX_STEPS:
             raise ProtocolError(
                 f"a reply that asks for {steps} steps from batch {batch} on at a learning rate of {lr:g}"
             )
-        pad = len(padding(named + count))
-        yield from self._read_members(generation, named, nbytes - len(packed) - count - pad)
+        if num_loop not in (0, memory.loop.nbytes):
+            raise ProtocolError(f"{num_loop} bytes of what a loop said for buffers of {memory.loop.nbytes}")
+        pad = len(padding(named + count + num_loop))
+        yield from self._read_members(generation, named, nbytes - len(packed) - count - num_loop - pad)
         if self._assignment is not None and worker not in self._assignment.members and not finished:
             raise ProtocolError("a reply that assigns the data to other workers")
         place = memory.pulled[:count] if encoded else memory.weights
         if count != place.nbytes:
             raise ProtocolError(f"{count} bytes of weights for buffers of {place.nbytes}")
         yield view(place)
+        if num_loop:
+            yield view(memory.loop)
         yield from read_bytes(pad)
         memory.num_pulled = count if encoded else 0
         self._ship_state, self.is_drained = bool(ship_own), finished == frames.DRAINED
         asked = (serial, version, batch, bool(finished), steps, lr, self._assignment)
-        return Reply(worker, incarnation, *asked, discarded=discarded)
+        return Reply(worker, incarnation, *asked, dropped, discarded, optimizer)
 
     def _read_members(self, generation: int, nbytes: int, left: int) -> Reading[None]:
         """Read the members of a new data assignment: all of a reply except its head and its weights."""
