@@ -25,19 +25,27 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: RunConfig, console: Console, rank: Rank | None = None, tls: bool | None = None
+    config: RunConfig,
+    console: Console,
+    rank: Rank | None = None,
+    tls: bool | None = None,
+    command: list[str] | None = None,
 ) -> tuple[RunFolder, dict[str, Any]]:
     """Train a new run; return its folder and its result.
 
     `rank` says which process this is if a launcher started it. `tls` says whether to encrypt what the ranks of a star
-    send; None: if they are on several machines.
+    send; None: if they are on several machines. `command` is the user's script and its arguments, if it trains.
     """
     if rank is not None:
-        config = config_of(rank, config)
-        if not on_ring(config):
+        config = config_of(rank, config, has_server=command is not None)
+        if command is not None or not on_ring(config):
             from paceline.runtimes.cluster.rank_star import train_as_rank_of_star
 
-            return train_as_rank_of_star(config, rank, console, tls)
+            return train_as_rank_of_star(config, rank, console, tls, command)
+    if command is not None:
+        from paceline.runtimes.scripts.launch import run_script
+
+        return run_script(config, command, console)
     if tls:
         require_feature(config, Feature.TLS, "--tls")
     config = resolve(config, launched=rank is not None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.cli.arguments import Parser, add_settings, add_trust, config_from, require_trust
 from paceline.cli.output import show
-from paceline.config import SIMULATED_ONLY, UPKEEP
+from paceline.config import SCRIPT_DECIDES, SIMULATED_ONLY, UPKEEP, RunConfig, given
 from paceline.errors import RunFailed, UserError
 from paceline.interfaces import MAX_WORKERS
 from paceline.reports.console import Console
@@ -20,6 +20,7 @@ SERVER_DESCRIPTION = """Serve a run to workers on other machines; the run folder
 
   paceline server --strategy async --workers 2                         for workers on this machine
   paceline server --strategy sync --workers 8 --listen 0.0.0.0:29500   for other machines; prints a new token once
+  paceline server --strategy async --workers 2 --script train.py --epochs 3   your own loop; its arguments come last
   paceline server --resume runs/NAME                                   continue after the server ended"""
 WORKER_DESCRIPTION = """Connect a worker to a server, which sends the settings. The data is read on this machine.
 
@@ -48,6 +49,8 @@ def server_verb(arguments: list[str]) -> int:
     wait = "exit with code 1 if not all workers have connected by then [no limit]"
     parser.add("--wait", wait, "network", type=float, metavar="SECONDS")
     parser.add("--resume", "continue a run whose server ended, at the same address", "network", metavar="RUN")
+    script = "serve workers that run this script; all that follows are its arguments"
+    parser.add("--script", script, nargs=argparse.REMAINDER, metavar="SCRIPT.py ...")
     add_settings(parser, left_out=(*SIMULATED_ONLY, "faults", "device"))
     add_trust(parser)
     parser.add("--json", "print result.json on standard output at the end", action="store_true")
@@ -64,12 +67,24 @@ def server_verb(arguments: list[str]) -> int:
     options = ListenOptions(parsed.listen, parsed.token_file, *tls, *shards, parsed.wait)
     with Console() as console:
         if parsed.resume is not None:
+            if parsed.script is not None:
+                raise UserError(f"--resume {parsed.resume} goes on with the script of that run: leave --script out")
             require_trust(parsed, parsed.resume, trackers=parsed.track is None)
             upkeep = {name: getattr(parsed, name) for name in UPKEEP if getattr(parsed, name) is not None}
             folder, result = serve_again(Path(parsed.resume), options, console, upkeep=upkeep)
         else:
-            folder, result = serve(config_from(parsed, parsed.file), options, console)
+            config = config_from(parsed, parsed.file)
+            if parsed.script is not None:
+                refuse_script_settings(config, parsed.script)
+            folder, result = serve(config, options, console, command=parsed.script)
     return show(folder, result, parsed.json)
+
+
+def refuse_script_settings(config: RunConfig, command: list[str]) -> None:
+    """Refuse settings that a user's script decides itself."""
+    for name in given(config, tuple(name for name in SCRIPT_DECIDES if name not in ("workers", "recovery"))):
+        script = command[0] if command else "your script"
+        raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)}: {script} decides that; leave it out")
 
 
 def add_encryption(parser: Parser, help_text: str, group: str | None = None) -> None:
@@ -141,6 +156,8 @@ def worker_verb(arguments: list[str]) -> int:
     parser.add("--worker", "number of this worker [any free number]", type=int, metavar="N")
     overlap = "run D + 1 workers in this process: one computes while the push of another travels [%(default)s]"
     parser.add("--overlap", overlap, type=int, default=0, metavar="D")
+    script = "file of the run's script on this machine [the same path as on the server's]"
+    parser.add("--script", script, metavar="FILE")
     parsed = parser.parse_strictly(arguments)
     from paceline.runtimes.cluster.serve import join_server
 

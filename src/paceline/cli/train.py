@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.arguments import Parser, add_settings, add_trust, config_from, require_trust
 from paceline.cli.cluster import add_encryption, chosen_tls
 from paceline.cli.output import EXIT_CODES, show
-from paceline.config import FIELDS, SIMULATED_ONLY, UPKEEP, RunConfig
+from paceline.config import FIELDS, SCRIPT_DECIDES, SIMULATED_ONLY, UPKEEP, RunConfig
 from paceline.errors import UserError, unknown_name
 from paceline.reports.console import Console
 from paceline.settings.ranks import LAUNCHER_VARIABLES, Rank, rank_here
@@ -22,12 +22,6 @@ if TYPE_CHECKING:
     from paceline.runs.folder import RunFolder
 
 ENGINES = ("ray",)
-SCRIPT_DECIDES = (
-    *SIMULATED_ONLY,
-    *("workers", "dataset", "model", "task", "data_dir", "batch_size", "device", "precision", "compile", "capture"),
-    *("channels_last", "accumulate", "validation", "fold", "eval_every", "eval_train", "score", "target_accuracy"),
-    *("best", "recovery"),
-)
 TRAIN_DESCRIPTION = """Train a model; all results are written to the run folder.
 
   paceline train --strategy sync --workers 4 --split labels
@@ -39,16 +33,24 @@ def train_verb(arguments: list[str]) -> int:
     parser = Parser("train", TRAIN_DESCRIPTION, "paceline train [RUN.toml] [flags]")
     parser.add("file", "file of settings; flags override it", nargs="?", metavar="RUN.toml")
     add_settings(parser, left_out=SIMULATED_ONLY)
+    _add_engines(parser)
+    parser.add("--json", "print result.json on standard output at the end", action="store_true")
+    parsed = parser.parse_strictly(arguments)
+    return _train(config_from(parsed, parsed.file), parsed)
+
+
+def _add_engines(parser: Parser) -> None:
     _add_places(parser)
     parser.add("--skip-failed", "with --hosts: skip hosts that fail a check", "several machines", action="store_true")
     parser.add("--engine", "ray: run server and workers as actors of a Ray cluster", "several machines", metavar="NAME")
-    parser.add("--json", "print result.json on standard output at the end", action="store_true")
-    parsed = parser.parse_strictly(arguments)
-    config = config_from(parsed, parsed.file)
+
+
+def _train(config: RunConfig, parsed: argparse.Namespace, command: list[str] | None = None) -> int:
+    """Train, and show the result. `command` is the user's script and its arguments, if it trains."""
     rank = rank_here() if any(name in os.environ for name in LAUNCHER_VARIABLES) else None
     follows = rank is not None and not rank.leads
     with Console(quiet=follows) as console:
-        folder, result = _train(config, parsed, console, rank)
+        folder, result = _train_somewhere(config, parsed, console, rank, command)
     return EXIT_CODES[result["status"]] if follows else show(folder, result, parsed.json)
 
 
@@ -75,8 +77,8 @@ def _check_places(parsed: argparse.Namespace, rank: Rank | None) -> None:
             raise UserError(f"--{flag.replace('_', '-')} is about workers on other machines: add --hosts FILE")
 
 
-def _train(
-    config: RunConfig, parsed: argparse.Namespace, console: Console, rank: Rank | None
+def _train_somewhere(
+    config: RunConfig, parsed: argparse.Namespace, console: Console, rank: Rank | None, command: list[str] | None
 ) -> tuple[RunFolder, dict[str, Any]]:
     """Train on this machine, or on the machines that the flags name."""
     if parsed.engine not in (None, *ENGINES):
@@ -86,29 +88,33 @@ def _train(
         from paceline.runtimes.cluster.ssh_launch import HostOptions, train_on_hosts
 
         options = HostOptions(parsed.hosts, parsed.listen, parsed.skip_failed, chosen_tls(parsed))
-        return train_on_hosts(config, options, console)
+        return train_on_hosts(config, options, console, command)
     if parsed.engine is not None:
         from paceline.runtimes.cluster.ray import train_on_ray
 
-        return train_on_ray(config, console, chosen_tls(parsed))
+        return train_on_ray(config, console, chosen_tls(parsed), command)
     from paceline.launch import train
 
-    return train(config, console, rank, chosen_tls(parsed))
+    return train(config, console, rank, chosen_tls(parsed), command)
+
+
+RUN_DESCRIPTION = """Run a training script on several workers. The script calls paceline.join().
+
+  paceline run -n 4 --strategy async train.py --epochs 3    on this machine
+  paceline run --hosts hosts.txt --strategy sync train.py   over ssh
+  torchrun -m paceline run train.py                         or srun; rank 0 serves the others
+  paceline run -n 4 --engine ray train.py                   on a Ray cluster"""
 
 
 def run_verb(arguments: list[str]) -> int:
-    from paceline.runtimes.scripts.launch import run_script
-
-    description = "Run a training script on several workers. The script calls paceline.join()."
-    parser = Parser("run", description, "paceline run [-n N] [flags] SCRIPT.py [arguments of the script]")
+    parser = Parser("run", RUN_DESCRIPTION, "paceline run [-n N] [flags] SCRIPT.py [arguments of the script]")
     parser.add("-n/--workers", "number of workers [2]", type=int)
     add_settings(parser, left_out=SCRIPT_DECIDES)
+    _add_engines(parser)
     parser.add("--json", "print result.json on standard output at the end", action="store_true")
     parser.add("script", "the script and its arguments", nargs=argparse.REMAINDER, metavar="SCRIPT.py ...")
     parsed = parser.parse_strictly(arguments)
-    with Console() as console:
-        folder, result = run_script(config_from(parsed, None), parsed.script, console)
-    return show(folder, result, parsed.json)
+    return _train(config_from(parsed, None), parsed, parsed.script)
 
 
 def resume_verb(arguments: list[str]) -> int:

@@ -15,6 +15,13 @@ from paceline.system.cpu import cores
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
 LAUNCHER_VARIABLES = ("RANK", "SLURM_STEP_NUM_TASKS")  # without any of these no launcher started this process
+HIDDEN_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+    *("SLURM_NPROCS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+)
+"""What launchers tell a process about its rank, besides TORCHELASTIC_*. A script that sees it starts DDP by itself."""
 FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below the ports that Linux gives to outgoing connections
 
 
@@ -51,6 +58,12 @@ def rank_here() -> Rank | None:
     if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         return _checked(_of_slurm, SLURM_VARIABLES)
     return None  # a batch script has SLURM_PROCID and SLURM_NTASKS too, but is no step of several tasks
+
+
+def hide_launcher() -> None:
+    """Remove from the environment what would tell a user's script that a launcher started it."""
+    for name in [name for name in os.environ if name in HIDDEN_VARIABLES or name.startswith("TORCHELASTIC_")]:
+        del os.environ[name]
 
 
 def _checked(read: Callable[[Mapping[str, str]], Rank], names: tuple[str, ...]) -> Rank:
@@ -110,10 +123,13 @@ def tasks_of_node(tasks: str, node: int) -> int:
     raise ValueError(f"{tasks} has no node {node}")
 
 
-def config_of(rank: Rank, config: RunConfig) -> RunConfig:
-    """The config of one rank: on a ring every process is a worker; on a star rank 0 serves the others."""
+def config_of(rank: Rank, config: RunConfig, has_server: bool = False) -> RunConfig:
+    """The config of one rank: on a ring every process is a worker; on a star rank 0 serves the others.
+
+    A run that `has_server` under every strategy is a star.
+    """
     require_feature(config, Feature.LAUNCHER, f"a launcher started {rank.size} processes of this command")
-    ring = on_ring(config)
+    ring = on_ring(config) and not has_server
     workers = rank.size if ring else rank.size - 1
     if not workers:
         raise UserError(

@@ -177,6 +177,7 @@ class ConnectOptions:
     worker: int | None = None
     overlap: int = 0
     device: str = "cpu"
+    script: str | None = None  # the file of the run's script on this machine
 
 
 def token_of(options: ConnectOptions) -> bytes:

@@ -38,6 +38,12 @@ _SHARD: frames.Schema = {
     "address": frames.optional(frames.text(300), ""),
     "fingerprint": frames.optional(frames.text(100)),
 }
+_SCRIPT: frames.Schema = {
+    "command": frames.listed(frames.text(4096), 1, 1 << 10),
+    "folder": frames.text(4096),
+    "files": frames.OBJECT,
+    "typed": frames.listed(frames.text(64), 0, 100),
+}
 WELCOME: frames.Schema = {
     "worker": frames.optional(frames.integer()),
     "incarnation": frames.optional(frames.integer()),
@@ -46,8 +52,10 @@ WELCOME: frames.Schema = {
     "config": frames.optional(frames.OBJECT),
     "run": frames.optional(frames.text(4096), ""),
     "shards": frames.optional(frames.listed(frames.record(_SHARD), 2, 1 << 10)),
+    "script": frames.optional(frames.record(_SCRIPT)),
 }
-"""What a server answers: a worker gets its number, the settings and the servers; an observer gets the run's folder."""
+"""What a server answers: a worker gets its number, the settings, the servers and the script that it is to run; an
+observer gets the run's folder."""
 
 
 class TlsExpected(UserError):

@@ -86,10 +86,10 @@ class JoinRequest:
         with contextlib.suppress(ConnectionError):
             outbox.flush(self.connection.send)
 
-    def welcome(self, fields: dict[str, Any], largest: BufferSizes) -> TcpPeer:
+    def welcome(self, fields: dict[str, Any], largest: BufferSizes | None) -> TcpPeer:
         """Accept it as a worker: `fields` holds its number, its incarnation and everything it needs to start.
 
-        `largest` limits the buffers that its hello may ask for.
+        `largest` limits the buffers that its hello may ask for; None: this machine's memory does.
         """
         peer = TcpPeer(self.connection, fields["worker"], fields["incarnation"], largest)
         peer.send(_welcome_frame({"again": False, "secret": peer.secret, **fields}))

@@ -18,7 +18,7 @@ from paceline.errors import ProtocolError, UserError
 from paceline.interfaces import pack
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.scripts.loading.loader import share
-from paceline.runtimes.scripts.server import LOOP_FACTS, _expected, learn
+from paceline.runtimes.scripts.server import LOOP_FACTS, expected_facts, learn
 from paceline.settings.resolve import resolve
 from paceline.transports.frames import checked
 from paceline.transports.protocol import Hello
@@ -109,7 +109,7 @@ def test_workers_must_draw_the_same_samples() -> None:
     config = resolve(RunConfig(workers=2, task="a:b"))
     loaders = [DataLoader(DATA, 8, sampler=SubsetRandomSampler(range(start, start + 400))) for start in (0, 100, 0)]
     first, other, same = (
-        _expected(hello(loader, config, worker)) for worker, loader in zip((0, 1, 1), loaders, strict=True)
+        expected_facts(hello(loader, config, worker)) for worker, loader in zip((0, 1, 1), loaders, strict=True)
     )
     assert first == same and first != other
 

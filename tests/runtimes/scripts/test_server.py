@@ -19,7 +19,7 @@ from paceline.core.schedules import Budget, Schedule, Training
 from paceline.core.server import Roster, Server
 from paceline.interfaces import pack
 from paceline.runs.result import trained_tensors
-from paceline.runtimes.scripts.server import FinalStatistics
+from paceline.runtimes.scripts.serving.requests import FinalStatistics
 from paceline.tasks.script_model import ScriptModel
 from paceline.transports.shared_memory import SharedBuffers, SharedMemoryClient, SharedMemoryPeer, channel
 

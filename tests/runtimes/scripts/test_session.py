@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import random
 from collections.abc import Iterator
 from itertools import chain, pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,7 @@ from paceline.config import RunConfig
 from paceline.core.messages import Push
 from paceline.core.server import AppliedUpdate
 from paceline.errors import Diverged, UserError
-from paceline.runtimes.scripts.server import ScriptService
+from paceline.runtimes.scripts.serving.requests import FirstPushes
 from paceline.runtimes.scripts.session import Session, TrainingOver
 from paceline.settings.resolve import resolve
 from tests.support.own_loops import OneServer
@@ -565,34 +563,30 @@ def test_a_loop_that_saves_its_optimizer_goes_on_though_the_rule_has_its_own_mom
     one_step(*pairs[0])
 
 
-class First:
-    """What a server compares of the first pushes."""
-
-    def __init__(self, workers: int) -> None:
-        self.service = ScriptService.__new__(ScriptService)
-        self.service._host = SimpleNamespace(server=SimpleNamespace(num_workers=workers))  # type: ignore[assignment]
-        self.service._first_pushes = self.known = {}
-
-    def push(self, worker: int, update: Tensor) -> None:
-        self.service._compare_first(Push(worker, 0, 0, 0, 1, 0.5, update, torch.empty(0)), self.known)
+def first_push(worker: int, *update: float) -> Push:
+    return Push(worker, 0, 0, 0, 1, 0.5, torch.tensor(update), torch.empty(0))
 
 
 def test_two_workers_that_push_the_same_gradient_first_train_on_the_same_data() -> None:
-    first = First(3)
-    first.push(2, torch.tensor([1.0, 2.0]))
-    first.push(0, torch.tensor([1.0, 2.5]))
+    first = FirstPushes(3)
+    first.check(first_push(2, 1.0, 2.0))
+    first.check(first_push(0, 1.0, 2.5))
     with pytest.raises(UserError, match="workers 2 and 1 pushed the same gradient first") as error:
-        first.push(1, torch.tensor([1.0, 2.0]))
+        first.check(first_push(1, 1.0, 2.0))
     assert "session.split(data)" in str(error.value) and "session.rng()" in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_gradients_of_zeros_tell_nothing_and_later_pushes_are_not_compared() -> None:
-    first = First(2)
-    first.push(0, torch.zeros(2))
-    first.push(1, torch.zeros(2))
-    assert first.service._first_pushes is None
-    assert set(first.known.values()) == {hashlib.sha256(bytes(8)).digest()}
+    first = FirstPushes(2)
+    first.check(first_push(0, 0.0, 0.0))
+    first.check(first_push(1, 0.0, 0.0))
+    first.check(first_push(0, 1.0, 2.0))
+    first.check(first_push(1, 1.0, 2.0))
+    alike = FirstPushes(3)
+    alike.check(first_push(0, 0.0, 0.0))
+    alike.check(first_push(1, 1.0, 2.0))
+    alike.check(first_push(0, 1.0, 2.0))
 
 
 def one_worker() -> Session:

@@ -177,7 +177,7 @@ def lack(host: HostLine, found: dict[str, Any], wanted: Requirements) -> str | N
         return f"{host.python} there has no torch: install torch {wanted.torch}"
     if wanted.task is not None and found["task"] != wanted.task["digest"]:
         state = "is not there" if found["task"] is None else "differs from the one here"
-        return f"the task's file {wanted.task['file']} {state}: copy it to the same place"
+        return f"the {wanted.task['kind']} {wanted.task['file']} {state}: copy it to the same place"
     if wanted.data is not None and found["data"].get("error"):
         return f"no data: {found['data']['error']} (or write data-dir=DIR on its line)"
     if wanted.data is not None and found["data"]["sample"] and not wanted.data["sample"]:

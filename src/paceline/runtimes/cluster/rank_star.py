@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 from pathlib import Path
@@ -12,7 +13,7 @@ from paceline.errors import PacelineError, RunFailed, UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.cluster.credentials import ListenOptions
-from paceline.runtimes.cluster.serve import Listening, Outcome, join_server, serve
+from paceline.runtimes.cluster.serve import Listening, Outcome, join_server, serve, work_in_process
 from paceline.settings.ranks import Rank
 from paceline.transports.auth import TOKEN_VARIABLE, ConnectOptions, make_token
 from paceline.transports.connection import parse_address
@@ -23,10 +24,17 @@ RESULT_SECONDS = 600.0
 LINGER_SECONDS = 10.0
 
 
-def train_as_rank_of_star(config: RunConfig, rank: Rank, console: Console, tls: bool | None = None) -> Outcome:
-    """Serve as rank 0, or work for it as another rank. Every rank returns the result."""
+def train_as_rank_of_star(
+    config: RunConfig, rank: Rank, console: Console, tls: bool | None = None, command: list[str] | None = None
+) -> Outcome:
+    """Serve as rank 0, or work for it as another rank. Every rank returns the result.
+
+    `command` is the user's script, if the workers run one.
+    """
     with contextlib.closing(_open_store(config, rank)) as store:
-        return _lead(config, rank, store, console, tls) if rank.leads else _follow(config, rank, store, console)
+        if rank.leads:
+            return _lead(config, rank, store, console, tls, command)
+        return _follow(config, rank, store, console, command)
 
 
 def _open_store(config: RunConfig, rank: Rank) -> RendezvousStore:
@@ -38,7 +46,14 @@ def _open_store(config: RunConfig, rank: Rank) -> RendezvousStore:
     return ProcessGroup(rank)
 
 
-def _lead(config: RunConfig, rank: Rank, store: RendezvousStore, console: Console, tls: bool | None) -> Outcome:
+def _lead(
+    config: RunConfig,
+    rank: Rank,
+    store: RendezvousStore,
+    console: Console,
+    tls: bool | None,
+    command: list[str] | None,
+) -> Outcome:
     known = TOKEN_VARIABLE in os.environ  # then the other ranks have it too
     token = os.environ.setdefault(TOKEN_VARIABLE, make_token().decode())
     launcher = "srun" if rank.step is not None else "torchrun"
@@ -51,7 +66,7 @@ def _lead(config: RunConfig, rank: Rank, store: RendezvousStore, console: Consol
 
     listen = "127.0.0.1:0" if rank.is_alone else "0.0.0.0:0"
     try:
-        folder, result = serve(config, ListenOptions(listen, tls=tls), console, tell)
+        folder, result = serve(config, ListenOptions(listen, tls=tls), console, tell, command)
     except BaseException as error:
         failure = {"failed": str(error) or type(error).__name__}  # no rank waits for a server that will not start
         with contextlib.suppress(OSError, RuntimeError, PacelineError):
@@ -95,7 +110,9 @@ def _linger(rank: Rank, store: RendezvousStore) -> None:
             return
 
 
-def _follow(config: RunConfig, rank: Rank, store: RendezvousStore, console: Console) -> Outcome:
+def _follow(
+    config: RunConfig, rank: Rank, store: RendezvousStore, console: Console, command: list[str] | None
+) -> Outcome:
     news = store.wait_for("server", START_SECONDS)
     if news is None:
         where = ""
@@ -108,7 +125,9 @@ def _follow(config: RunConfig, rank: Rank, store: RendezvousStore, console: Cons
                 os.environ[TOKEN_VARIABLE] = news["token"]
             where, data_dir, worker = news["address"], config.data_dir, rank.number - 1
             options = ConnectOptions(where, None, news["tls"], data_dir=data_dir, threads=config.threads, worker=worker)
-            if not join_server(options, console):
+            if command is not None:
+                options = dataclasses.replace(options, script=command[0], data_dir=None)
+            if not (join_server(options, console) if command is None else work_in_process(options)):
                 raise RunFailed(f"rank {rank.number} lost the server of rank 0: its own output says why")
             news = store.wait_for("result", RESULT_SECONDS)
     finally:

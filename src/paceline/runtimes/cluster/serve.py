@@ -7,16 +7,20 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.assembly.preflight import provenance, startup_warnings
-from paceline.config import RunConfig
+from paceline.config import RunConfig, is_script
 from paceline.data.datasets import Dataset, Location, load, locate_data, resolve_dataset
 from paceline.errors import ServerLost, UserError
 from paceline.reports.console import Console
+from paceline.runs.arrival_log import next_incarnation
 from paceline.runs.durable_files import write_atomically
 from paceline.runs.folder import RunFolder, new_folder, require_survivors
-from paceline.runtimes.cluster.credentials import PLAIN_WARNING, ListenOptions, as_before, make_credentials
+from paceline.runs.recording import ScriptCall
+from paceline.runtimes.cluster.credentials import PLAIN_WARNING, Credentials, ListenOptions, as_before, make_credentials
+from paceline.runtimes.scripts.launch import script_to_resume, settings_of_script
+from paceline.runtimes.scripts.remote.code import ServedScript
 from paceline.runtimes.sharded.processes import ShardProcesses, serve_part
 from paceline.runtimes.sharded.spans import require_cuttable
 from paceline.settings.resolve import check_names, refuse_simulated, resolve
@@ -27,6 +31,10 @@ from paceline.transports.auth import ConnectOptions, tls_of, token_of
 from paceline.transports.connection import ANYWHERE, is_loopback, parse_address
 from paceline.transports.handshake import TlsExpected
 from paceline.transports.tls import Tls, worker_tls
+
+if TYPE_CHECKING:
+    from paceline.runtimes.server.remote_service import ForegroundChannel
+    from paceline.transports.listener import Listener
 
 
 @dataclass(frozen=True)
@@ -42,8 +50,19 @@ Tell = Callable[[Listening], None]
 Outcome = tuple[RunFolder, dict[str, Any]]
 
 
-def serve(config: RunConfig, options: ListenOptions, console: Console, tell: Tell | None = None) -> Outcome:
-    """Serve a new run to workers that connect over the network. `tell` is called when they can connect."""
+def serve(
+    config: RunConfig,
+    options: ListenOptions,
+    console: Console,
+    tell: Tell | None = None,
+    command: list[str] | None = None,
+) -> Outcome:
+    """Serve a new run to workers that connect over the network. `tell` is called when they can connect.
+
+    `command` is the user's script and its arguments, if the workers run one.
+    """
+    if command is not None:
+        return _serve_new_script(config, options, console, tell, command)
     config = resolve(config)
     refuse_simulated(config)
     require_star(config, may_restart=tell is None)
@@ -51,6 +70,19 @@ def serve(config: RunConfig, options: ListenOptions, console: Console, tell: Tel
     config, location = resolve_dataset(config)
     with new_folder(config) as folder:
         return folder, _keep_serving(_ServeOrder(config, folder, location, options, console, tell, resume=False))
+
+
+def _serve_new_script(
+    config: RunConfig, options: ListenOptions, console: Console, tell: Tell | None, command: list[str]
+) -> Outcome:
+    config, typed = settings_of_script(config, command)
+    require_star(config, may_restart=tell is None)
+    _require_one_server(options)
+    call = ScriptCall.of(command)
+    script = ServedScript.of(call, typed)
+    with new_folder(config) as folder:
+        call.save(folder)
+        return folder, _keep_serving(_ServeOrder(config, folder, None, options, console, tell, False, script))
 
 
 def serve_again(
@@ -63,10 +95,21 @@ def serve_again(
     folder.require_unfinished(config.recovery)
     require_star(config, may_restart=tell is None)
     options = as_before(options, folder, console.note)
-    require_cuttable(config, options.num_servers)
+    script = None
+    if is_script(config):
+        _require_one_server(options)
+        script = ServedScript.of(script_to_resume(folder, config, console.note), [])
+    else:
+        require_cuttable(config, options.num_servers)
     with folder.locked():
-        order = _ServeOrder(config, folder, locate_data(config), options, console, tell, resume=True)
-        return folder, _keep_serving(order)
+        location = locate_data(config) if script is None else None
+        return folder, _keep_serving(_ServeOrder(config, folder, location, options, console, tell, True, script))
+
+
+def _require_one_server(options: ListenOptions) -> None:
+    if options.num_servers > 1:
+        what = f"--servers {options.num_servers}: one server holds all weights of users' own loops"
+        raise UserError(f"{what}; leave it out, or train a task ('paceline server --task')")
 
 
 def require_star(config: RunConfig, may_restart: bool) -> None:
@@ -74,7 +117,8 @@ def require_star(config: RunConfig, may_restart: bool) -> None:
 
     `--restart` is refused if this process also starts the workers: a restart would replace it.
     """
-    require_feature(config, Feature.SERVER)
+    if not is_script(config):  # own loops exchange with a server under every strategy
+        require_feature(config, Feature.SERVER)
     if config.device != "cpu":
         raise UserError(f"--device {config.device}: workers that come over the network compute on CPUs; leave it out")
     if config.faults is not None:
@@ -97,6 +141,7 @@ class _ServeOrder:
     console: Console
     tell: Tell | None
     resume: bool
+    script: ServedScript | None = None
 
 
 def _keep_serving(order: _ServeOrder) -> dict[str, Any]:
@@ -126,9 +171,7 @@ def _keep_serving(order: _ServeOrder) -> dict[str, Any]:
 
 
 def _serve(order: _ServeOrder) -> dict[str, Any]:
-    import torch
 
-    from paceline.runtimes.server.process import make_host
     from paceline.runtimes.server.remote_service import ForegroundChannel
     from paceline.system.memory import keep_freed_memory, raise_file_limit
     from paceline.system.subnormals import flush_subnormals
@@ -137,40 +180,86 @@ def _serve(order: _ServeOrder) -> dict[str, Any]:
     keep_freed_memory()
     flush_subnormals()
     raise_file_limit()
+    own = make_credentials(order.options, order.folder, order.console.note)
+    listener = Listener(order.options.address, own.token, own.tls)
+    line = ForegroundChannel(order.console.report)
+    facts = {**provenance(order.config, order.location), "servers": order.options.num_servers}
+    how = _serve_task if order.script is None else _serve_loops
+    result = how(order, own, listener, line, facts)
+    listener.close()
+    require_survivors(result, order.folder)
+    return result
+
+
+def _serve_task(
+    order: _ServeOrder, own: Credentials, listener: Listener, line: ForegroundChannel, facts: dict[str, Any]
+) -> dict[str, Any]:
+    """Serve a built-in model or a task, whose server this process can make by itself."""
+    import torch
+
+    from paceline.runtimes.server.process import make_host
+
     config, folder, location, options = order.config, order.folder, order.location, order.options
-    console, tell, resume = order.console, order.tell, order.resume
-    own = make_credentials(options, folder, console.note)
-    listener = Listener(options.address, own.token, own.tls)
+    console = order.console
     dataset = load(location, report=console.report) if location is not None else None
-    line = ForegroundChannel(console.report)
-    facts = {**provenance(config, location), "servers": options.num_servers}
     with ShardProcesses(options.num_servers - 1, options.elsewhere, listener, own.token, own.tls) as shards:
         peers = shards.make_peers()
-        host = make_host(config, dataset, folder, console.report, peers, facts, resume)
+        host = make_host(config, dataset, folder, console.report, peers, facts, order.resume)
         assert host.work is not None
-        if not resume:
+        if not order.resume:
             for warning in startup_warnings(config, location):
                 console.note(warning)
         service = shards.service(host, peers, line, console, options.wait)
-        known = {"address": listener.address, "pid": os.getpid(), "by_hand": tell is None, **own.kept, **shards.known}
-        write_atomically(folder.server_file, to_json(seal(known)).encode())
-        host_name, port = parse_address(listener.address)
-        how = f": workers connect to port {port} of this machine" if host_name in ANYWHERE else ""
-        if tell is None and is_loopback(host_name):
-            how = f": start workers on this machine with 'paceline worker --run {folder.path}'"
-        console.note(f"serving at {listener.address}{how}")
         with stop_signals(console.report, line.stop):
-            if tell is not None:
-                tell(Listening(listener.address, own.tls is not None, line.stop))
+            _announce(order, own, listener, line, shards.known)
             with torch.inference_mode():
                 service.run()
             result = host.finish()
         shards.end()
         service.observers.end()
     host.close()
-    listener.close()
-    require_survivors(result, folder)
     return result
+
+
+def _serve_loops(
+    order: _ServeOrder, own: Credentials, listener: Listener, line: ForegroundChannel, facts: dict[str, Any]
+) -> dict[str, Any]:
+    """Serve users' own loops: the first worker that says hello tells the model."""
+    import torch
+
+    from paceline.runtimes.scripts.server import finish_loops
+    from paceline.runtimes.scripts.serving.introductions import Introductions, UnstartedRun
+
+    assert order.script is not None
+    config, folder = order.config, order.folder
+    incarnation = next_incarnation(folder.arrivals_file, config)[0] if order.resume else 0
+    run, welcome = UnstartedRun(config, folder, incarnation), {"script": order.script.to_fields()}
+    introductions = Introductions(run, listener, line, welcome, order.options.wait)
+    with stop_signals(order.console.report, line.stop):
+        _announce(order, own, listener, line, {})
+        introductions.gather()
+        host, service = introductions.begin(facts, order.resume)
+        with torch.inference_mode():
+            service.run()
+        result = finish_loops(host)
+    service.observers.end()
+    return result
+
+
+def _announce(
+    order: _ServeOrder, own: Credentials, listener: Listener, line: ForegroundChannel, shards: dict[str, Any]
+) -> None:
+    """Say where workers connect: to the user, in the run's folder, and to a launcher."""
+    tell, folder = order.tell, order.folder
+    known = {"address": listener.address, "pid": os.getpid(), "by_hand": tell is None, **own.kept, **shards}
+    write_atomically(folder.server_file, to_json(seal(known)).encode())
+    host_name, port = parse_address(listener.address)
+    how = f": workers connect to port {port} of this machine" if host_name in ANYWHERE else ""
+    if tell is None and is_loopback(host_name):
+        how = f": start workers on this machine with 'paceline worker --run {folder.path}'"
+    order.console.note(f"serving at {listener.address}{how}")
+    if tell is not None:
+        tell(Listening(listener.address, own.tls is not None, line.stop))
 
 
 def join_server(options: ConnectOptions, console: Console) -> bool:
@@ -181,11 +270,39 @@ def join_server(options: ConnectOptions, console: Console) -> bool:
         raise UserError(f"--overlap {options.overlap}: write how many further workers this process is, 0 or more")
     _require_device(options.device)
     from paceline.runtimes.cluster.worker import ServerAddress, WorkerOptions, work
+    from paceline.runtimes.scripts.remote.client import StartAgain
+    from paceline.runtimes.scripts.remote.worker import WorkerCommand
 
     server = ServerAddress(options.connect, token_of(options), tls_of(options), options.patience)
-    own = WorkerOptions(options.data_dir, options.threads, options.worker, options.overlap, options.device)
+    machine = options.data_dir, options.threads, options.worker
+    own = WorkerOptions(*machine, options.overlap, options.device, options.script)
+    command = WorkerCommand.of(worker_flags(options), server.token)
     _warn_of_plain(options, console)
-    return _over(options, lambda tls: work(dataclasses.replace(server, tls=tls), own, _load, console.note))
+    try:
+        return _over(options, lambda tls: work(dataclasses.replace(server, tls=tls), own, _load, console.note, command))
+    except StartAgain as again:
+        assert isinstance(again.code, int)
+        what = f"the server was restarted or took worker {again.code} for lost"
+        console.note(f"{what}: its script starts again")
+        console.close()
+        command.replace_process(again.code)
+    return False
+
+
+def work_in_process(options: ConnectOptions) -> bool:
+    """Work for a server whose run has a script, in a process that ends with this one. Return whether it succeeded."""
+    from paceline.runtimes.scripts.remote.worker import WorkerCommand, work_in_processes
+
+    return work_in_processes(WorkerCommand.of(worker_flags(options), token_of(options)), [options.worker])
+
+
+def worker_flags(options: ConnectOptions) -> list[str]:
+    """The flags of `paceline worker` that say the same, without a number, `--overlap` and the token."""
+    values = {"--connect": options.connect, "--patience": options.patience, "--threads": options.threads}
+    values |= {"--fingerprint": options.fingerprint, "--ca": options.ca, "--script": options.script}
+    encrypts = {True: ["--tls"], False: ["--plain"], None: []}[options.tls]
+    given = [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
+    return [*given, *(encrypts if options.fingerprint is None and options.ca is None else [])]
 
 
 def _over(options: ConnectOptions, join: Callable[[Tls | None], bool]) -> bool:

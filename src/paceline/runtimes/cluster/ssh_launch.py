@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from paceline import errors
-from paceline.config import RunConfig
+from paceline.config import RunConfig, is_script
 from paceline.data.datasets import resolve_dataset
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder
+from paceline.runs.recording import ScriptCall
 from paceline.runtimes.cluster.credentials import ListenOptions
 from paceline.runtimes.cluster.host_probe import code_digest, find_file
 from paceline.runtimes.cluster.hosts_file import HostLine, Requirements, num_workers, read_hosts
 from paceline.runtimes.cluster.serve import Listening, Outcome, Tell, require_star, serve, serve_again
 from paceline.runtimes.cluster.ssh import CheckedHost, RemoteWorkers, check_hosts, settle
+from paceline.runtimes.scripts.launch import settings_of_script
 from paceline.settings.resolve import resolve
 from paceline.system.environment import package_version
 from paceline.transports.auth import TOKEN_VARIABLE, make_token
@@ -45,16 +47,20 @@ class HostPlan:
     data_dir: str | None
 
 
-def train_on_hosts(config: RunConfig, hosts: HostOptions, console: Console) -> Outcome:
-    """Check every host, serve here, and start the workers of all hosts."""
+def train_on_hosts(
+    config: RunConfig, hosts: HostOptions, console: Console, command: list[str] | None = None
+) -> Outcome:
+    """Check every host, serve here, and start the workers of all hosts; they run `command` if it is given."""
     lines = read_hosts(Path(hosts.file))
     total = num_workers(lines)
     if config.workers not in (None, total):
         what = f"--workers {config.workers}, but {hosts.file} lists {total}"
         raise UserError(f"{what}: leave --workers out, or correct workers=")
-    plan = _plan(resolve(replace(config, workers=total)), config.threads, hosts, lines, console)
+    asked = replace(config, workers=total)
+    resolved = resolve(asked) if command is None else settings_of_script(asked, command)[0]
+    plan = _plan(resolved, config.threads, hosts, lines, console, command)
     config = replace(config, workers=num_workers([checked.host for checked in plan.ready]))
-    return _work(plan, console, lambda start: serve(config, plan.listen, console, start))
+    return _work(plan, console, lambda start: serve(config, plan.listen, console, start, command))
 
 
 def resume_on_hosts(path: Path, hosts: HostOptions, console: Console, upkeep: dict[str, Any] | None = None) -> Outcome:
@@ -63,16 +69,22 @@ def resume_on_hosts(path: Path, hosts: HostOptions, console: Console, upkeep: di
     if num_workers(lines) != config.workers:
         what = f"{path} has {config.workers} workers, and {hosts.file} lists {num_workers(lines)}"
         raise UserError(f"{what}: list as many")
-    plan = _plan(config, None, hosts, lines, console)
+    command = ScriptCall.load(RunFolder.open(path)).command if is_script(config) else None
+    plan = _plan(config, None, hosts, lines, console, command)
     return _work(plan, console, lambda start: serve_again(path, plan.listen, console, upkeep, start))
 
 
 def _plan(
-    config: RunConfig, threads: int | None, hosts: HostOptions, lines: list[HostLine], console: Console
+    config: RunConfig,
+    threads: int | None,
+    hosts: HostOptions,
+    lines: list[HostLine],
+    console: Console,
+    command: list[str] | None,
 ) -> HostPlan:
     """Check that every host has what it needs and reaches this machine."""
     require_star(config, may_restart=False)
-    wanted = _wanted(config)
+    wanted = _wanted(config, command)
     with _bound(hosts, lines) as probe:
         host, port = probe.getsockname()[:2]
         console.note(f"looking at {len(lines)} host{'s' if len(lines) > 1 else ''}")
@@ -110,16 +122,18 @@ def _bound(hosts: HostOptions, lines: list[HostLine]) -> socket.socket:
         raise UserError(f"--listen {address} is not possible here ({error.strerror}): choose another address") from None
 
 
-def _wanted(config: RunConfig) -> Requirements:
+def _wanted(config: RunConfig, command: list[str] | None) -> Requirements:
     """What this machine has, to compare hosts with it."""
-    config, location = resolve_dataset(config)
+    config, location = resolve_dataset(config) if command is None else (config, None)
     data = {"name": config.dataset, "sample": location.sample} if location is not None else None
     task = None
-    if config.task is not None and ".py:" in config.task:
+    if command is not None:
+        task = {"kind": "script", "file": command[0], "digest": find_file(command[0]) or ""}
+    elif config.task is not None and ".py:" in config.task:
         file = config.task.rpartition(":")[0]
         digest = find_file(file)
         if digest is None:
             raise UserError(f"--task {config.task}: there is no file {file} here")
-        task = {"file": file, "digest": digest}
+        task = {"kind": "task's file", "file": file, "digest": digest}
     code = code_digest(Path(errors.__file__).parent)
     return Requirements(package_version("paceline"), package_version("torch"), code, data, task)

@@ -22,6 +22,8 @@ from paceline.config import RunConfig, from_dict
 from paceline.core.messages import Push, Reply
 from paceline.data.datasets import Dataset
 from paceline.errors import ProtocolError, UnknownWorker, UserError
+from paceline.runtimes.scripts.remote.client import LoopClient
+from paceline.runtimes.scripts.remote.worker import WorkerCommand, work_in_processes, work_in_script
 from paceline.runtimes.server.admission import own_place
 from paceline.runtimes.sharded.client import ShardedClient
 from paceline.runtimes.sharded.spans import coding_of
@@ -34,7 +36,6 @@ from paceline.system.terminal import printable
 from paceline.tasks.host_staging import pinned_memory
 from paceline.transports.handshake import ConnectionReport
 from paceline.transports.protocol import Timing
-from paceline.transports.tcp_client import TcpClient
 from paceline.transports.tls import Tls, worker_tls
 
 JOIN_SECONDS = 30.0  # how long to try to join: the server may be starting, or evaluating its model
@@ -56,10 +57,10 @@ class ServerAddress:
     def open(self, report_of: Callable[[str], ConnectionReport]) -> ShardedClient:
         """Create the client to this server and to the others of the run, which this one names."""
 
-        def open_one(address: str, tls: Tls | None) -> TcpClient:
-            return TcpClient(address, self.token, tls, self.patience, report=report_of(address))
+        def open_one(address: str, tls: Tls | None) -> LoopClient:
+            return LoopClient(address, self.token, tls, self.patience, report=report_of(address))
 
-        def open_shard(address: str, fingerprint: str | None) -> TcpClient:
+        def open_shard(address: str, fingerprint: str | None) -> LoopClient:
             return open_one(address, worker_tls(fingerprint, None) if fingerprint is not None else None)
 
         return ShardedClient(self.address, open_shard, open_one(self.address, self.tls))
@@ -74,16 +75,31 @@ class WorkerOptions:
     worker: int | None = None
     overlap: int = 0
     device: str = "cpu"
+    script: str | None = None  # the file of the run's script on this machine
 
 
-def work(connection: ServerAddress, options: WorkerOptions, load: Load, say: Callable[[str], None]) -> bool:
-    """Work until training is over. Return False if the server went away before."""
+def work(
+    connection: ServerAddress, options: WorkerOptions, load: Load, say: Callable[[str], None], command: WorkerCommand
+) -> bool:
+    """Work until training is over. Return False if the server went away before.
+
+    `command` starts another worker like this one: a run of a user's script has one in each process.
+    """
     keep_freed_memory()
     if ":" in options.device:
         torch.cuda.set_device(options.device)
     context = WorkerContext(options, load, say)
     with contextlib.ExitStack() as stack:
-        slots = [PipelineSlot(stack, connection, context, number) for number in range(options.overlap + 1)]
+        numbers = range(options.overlap + 1)
+        clients = [stack.enter_context(contextlib.closing(connection.open(context.report_of))) for _ in numbers]
+        welcome = context.apply(clients[0], 0)
+        if welcome["script"] is not None:
+            return _work_in_script(clients[0], welcome, context, command)
+        if options.script is not None:
+            raise UserError(f"--script {options.script}: this run has no script; leave it out")
+        welcomes = [welcome, *(context.apply(client, number) for number, client in enumerate(clients[1:], start=1))]
+        report = context.report_of(connection.address)
+        slots = [PipelineSlot(*pair, context, report) for pair in zip(clients, welcomes, strict=True)]
         if len(slots) > 1:
             _take_turns(slots, stack)
         else:
@@ -92,6 +108,24 @@ def work(connection: ServerAddress, options: WorkerOptions, load: Load, say: Cal
                 call()
                 call = slots[0].advance()
     return all(slot.has_finished for slot in slots)
+
+
+def _work_in_script(
+    client: ShardedClient, welcome: dict[str, Any], context: WorkerContext, command: WorkerCommand
+) -> bool:
+    """Run the script of the run here; with `--overlap` one in each of several processes, which take turns."""
+    options = context.options
+    if options.device != "cpu" or options.data_dir is not None:
+        flag = f"--device {options.device}" if options.device != "cpu" else f"--data-dir {options.data_dir}"
+        raise UserError(f"{flag}: the run's script chooses its device and reads its own data; leave it out")
+    if options.overlap:
+        client.close()
+        first = options.worker
+        return work_in_processes(command, [first if first is None else first + n for n in range(options.overlap + 1)])
+    assert isinstance(client.first, LoopClient)
+    config = replace(_config_of(welcome["config"]), threads=context.threads)
+    work_in_script(client.first, welcome, config, options.script, context.say)
+    return True
 
 
 def _take_turns(slots: list[PipelineSlot], stack: contextlib.ExitStack) -> None:
@@ -144,19 +178,19 @@ class WorkerContext:
     def __init__(self, options: WorkerOptions, load: Load, say: Callable[[str], None]) -> None:
         self.options, self._load, self.say = options, load, say
         self.report_of = functools.cache(functools.partial(ConnectionReport, say))
-        self._threads = options.threads or cores()
+        self.threads = options.threads or cores()
         self._loaded: tuple[RunConfig, Dataset | None] | None = None
 
     def apply(self, client: ShardedClient, number: int) -> dict[str, Any]:
         """Ask to join, as worker `number` of this process."""
         wanted = None if self.options.worker is None else self.options.worker + number
         facts = {"worker": wanted, "version": package_version("paceline"), "device": self.options.device}
-        return client.apply(facts, JOIN_SECONDS, lambda: {"place": own_place(self._threads)})
+        return client.apply(facts, JOIN_SECONDS, lambda: {"place": own_place(self.threads)})
 
     def prepare(self, config: RunConfig) -> tuple[RunConfig, Dataset | None]:
         """Return the server's settings with this machine's own in their place, and the data."""
         device = self.options.device.partition(":")[0]
-        config = replace(config, data_dir=self.options.data_dir, threads=self._threads, device=device)
+        config = replace(config, data_dir=self.options.data_dir, threads=self.threads, device=device)
         if self._loaded is None or self._loaded[0] != config:
             self._loaded = config, self._load(config)
         return self._loaded
@@ -175,12 +209,12 @@ def _config_of(described: dict[str, Any]) -> RunConfig:
 class PipelineSlot:
     """One worker of this process: its transport, its loop, and its next blocking call."""
 
-    def __init__(self, stack: contextlib.ExitStack, server: ServerAddress, context: WorkerContext, number: int) -> None:
-        self._context = context
+    def __init__(
+        self, transport: ShardedClient, welcome: dict[str, Any], context: WorkerContext, report: ConnectionReport
+    ) -> None:
+        self._transport, self._context, self._server_report = transport, context, report
         self.has_finished = False  # whether the server said that training is over
-        self._server_report = context.report_of(server.address)
-        self._transport = stack.enter_context(contextlib.closing(server.open(context.report_of)))
-        self._begin(context.apply(self._transport, number))
+        self._begin(welcome)
 
     def _begin(self, welcome: dict[str, Any]) -> None:
         """Start a new incarnation: build everything but the data."""

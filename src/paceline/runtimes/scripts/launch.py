@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,29 @@ from paceline.runtimes.scripts.lines_to_add.message import require_paceline
 from paceline.settings.resolve import resolve_own_loop
 
 
-def run_script(config: RunConfig, command: list[str], console: Console) -> tuple[RunFolder, dict[str, Any]]:
-    """Run `command` (a script and its arguments) on the config's workers and return the result."""
+def settings_of_script(config: RunConfig, command: list[str]) -> tuple[RunConfig, list[str]]:
+    """Check `command` (a script and its arguments); return the run's settings, and the names of those that are given.
+
+    A script that does not import Paceline is refused, with the lines to add.
+    """
     if not command:
         raise UserError("which script? as in 'paceline run -n 4 train.py'")
     script = Path(command[0])
     if not script.is_file():
         raise UserError(f"script {script} does not exist")
-    typed = given(config, SCRIPT_MAY_DECIDE)
+    typed = list(given(config, SCRIPT_MAY_DECIDE))
     config = resolve_own_loop(dataclasses.replace(config, task=f"{SCRIPT}:{script.stem}"))
-    faults = faults_for_processes(config, script=True)
     require_paceline(script)
+    return config, typed
+
+
+def run_script(config: RunConfig, command: list[str], console: Console) -> tuple[RunFolder, dict[str, Any]]:
+    """Run `command` on the config's workers on this machine and return the result."""
+    config, typed = settings_of_script(config, command)
+    faults = faults_for_processes(config, script=True)
     with new_folder(config) as folder, ForkServer() as forks:
         ScriptCall.of(command).save(folder)
-        spec = {"facts": provenance(config, None), "script": [str(script), *command[1:]], "typed": typed}
+        spec = {"facts": provenance(config, None), "script": command, "typed": typed}
         processes = ProcessPlan(spec, [], server_role="script server", worker_role="script", faults=faults)
         result = run_local(config, folder, forks, processes, console.report)
     require_survivors(result, folder)
@@ -46,11 +56,7 @@ def resume_script(folder: RunFolder, config: RunConfig, console: Console) -> dic
     Later pushes are read from the folder if the run is durable, else they are lost.
     """
     folder.require_unfinished(config.recovery)
-    if config.recovery == "skip-batch":
-        raise UserError("--recovery skip-batch: your own loop chooses its batches; use --recovery checkpoint")
-    call = ScriptCall.load(folder)
-    if call.changed:
-        console.note(f"{call.path} has changed since the run began: it goes on with the script as it is now")
+    call = script_to_resume(folder, config, console.note)
     incarnation, _ = next_incarnation(folder.arrivals_file, config)
     spec = {"facts": provenance(config, None), "script": call.command, "cwd": call.cwd, "resume": True}
     with ForkServer() as forks:
@@ -58,3 +64,13 @@ def resume_script(folder: RunFolder, config: RunConfig, console: Console) -> dic
         result = run_local(config, folder, forks, processes, console.report)
     require_survivors(result, folder)
     return result
+
+
+def script_to_resume(folder: RunFolder, config: RunConfig, note: Callable[[str], None]) -> ScriptCall:
+    """The script of a run that goes on; a line says so if it has changed."""
+    if config.recovery == "skip-batch":
+        raise UserError("--recovery skip-batch: your own loop chooses its batches; use --recovery checkpoint")
+    call = ScriptCall.load(folder)
+    if call.changed:
+        note(f"{call.path} has changed since the run began: it goes on with the script as it is now")
+    return call

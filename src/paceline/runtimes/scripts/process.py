@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import runpy
 import socket
@@ -15,31 +17,27 @@ from paceline.assembly.cpu_sharing import yield_to_server
 from paceline.assembly.task import initial_seed, seed_generators
 from paceline.config import from_dict
 from paceline.errors import PacelineError, RunFailed
+from paceline.runs.folder import RunFolder
 from paceline.runtimes.scripts import session
-from paceline.runtimes.scripts.served_loop import WorkerEnv
+from paceline.runtimes.scripts.served_loop import WorkerEnv, keep_in
+from paceline.settings.ranks import hide_launcher
 from paceline.system.memory import keep_freed_memory
 from paceline.transports.shared_memory import SharedMemoryClient
 
 
 def main(spec: dict[str, Any], fds: list[int]) -> int:
     """Run the script to its end, as `python SCRIPT ARGUMENTS` would."""
-    keep_freed_memory()
     yield_to_server()
     config = from_dict(spec["config"])
-    torch.set_num_threads(config.threads or 1)
     transport = SharedMemoryClient(socket.socket(fileno=fds[0]))
     folder = Path(spec["folder"]).resolve() if not spec.get("replay") else None
+    keep = functools.partial(keep_in, RunFolder(folder)) if folder is not None else None
     typed = frozenset(spec.get("typed", ()))
-    session.inherited = WorkerEnv(config, spec["worker"], spec["incarnation"], transport, typed, folder)
-    seed_generators(initial_seed(config))
+    env = WorkerEnv(config, spec["worker"], spec["incarnation"], transport, typed, folder, keep)
     if "cwd" in spec:
         os.chdir(spec["cwd"])
-    sys.argv = spec["script"]
-    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     try:
-        _run_script()
-    except session.TrainingOver:
-        return 0
+        run_script(env, spec["script"])
     except PacelineError as error:
         if not spec.get("replay"):
             raise
@@ -50,10 +48,23 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     return 0
 
 
-def _run_script() -> None:
+def run_script(env: WorkerEnv, command: list[str]) -> None:
+    """Run a script and its arguments in this process; `paceline.join()` in it finds `env`."""
+    keep_freed_memory()
+    torch.set_num_threads(env.config.threads or 1)
+    hide_launcher()
+    session.inherited = env
+    seed_generators(initial_seed(env.config))
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).resolve().parent))
+    with contextlib.suppress(session.TrainingOver):
+        _run(command[0])
+
+
+def _run(script: str) -> None:
     """Run it; a `next(...)` on a loader without a further batch, which no `for` catches, may be the end of training."""
     try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        runpy.run_path(script, run_name="__main__")
     except (StopIteration, RuntimeError) as error:
         is_missing = isinstance(error, StopIteration) or isinstance(error.__cause__, StopIteration)  # in a generator
         if is_missing and session.joined is not None:

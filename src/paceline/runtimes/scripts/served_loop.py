@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.config import RunConfig
+from paceline.core.buffers import view
 from paceline.core.messages import Join, Push, Reply, loss_of_push
 from paceline.core.own_loop.settings import LoopLayout
 from paceline.errors import SERVER_GONE, RunFailed, UserError
@@ -29,7 +31,7 @@ from paceline.runtimes.scripts.loading.loader import WorkerLoader
 from paceline.runtimes.scripts.optimizer import AdoptedOptimizer, PushStep, join_states, settings_of
 from paceline.runtimes.scripts.standalone import InProcessClient
 from paceline.runtimes.worker_loop import StepTimer
-from paceline.tasks.script_model import load_tensors, save_tensors
+from paceline.tasks.script_model import save_tensors
 from paceline.transports.protocol import ScriptTransport
 
 COMPARED_FULLY_EVERY = 64
@@ -38,7 +40,10 @@ COMPARED_FULLY_EVERY = 64
 
 @dataclass(frozen=True)
 class WorkerEnv:
-    """What `paceline run` gave this process: its config, its number, its transport, and the run folder."""
+    """What `paceline run` gave this process: its config, its number, its transport, and the run folder if it is here.
+
+    `keep` takes what no push brings: the tensors beside the weights that are saved, and states of used optimizers.
+    """
 
     config: RunConfig
     worker: int
@@ -46,6 +51,15 @@ class WorkerEnv:
     transport: ScriptTransport
     typed: frozenset[str] = frozenset()
     folder: Path | None = None
+    keep: Callable[[State, State], None] | None = None
+
+
+def keep_in(folder: RunFolder, frozen: State, optimizers: State) -> None:
+    """Write what no push brings into the run's folder, unless another worker has."""
+    if frozen and not folder.frozen_file.exists():
+        write_atomically(folder.frozen_file, save_tensors(frozen))
+    if optimizers and not folder.optimizer_file.exists():
+        write_atomically(folder.optimizer_file, save_tensors(optimizers))
 
 
 class ServedLoop:
@@ -70,6 +84,7 @@ class ServedLoop:
         if loaders:
             self.bound.on_forward = self._on_forward
         self._replies: list[Reply] = []  # the newest of each optimizer
+        self._frozen_at_first: dict[str, bytes] = {}  # hashes of the tensors that no optimizer trains
         self._began = 0.0, 0.0  # when the step began: by the clock, and by the CPU time of this process
 
     def _adopt(self, optimizers: Sequence[Optimizer]) -> list[AdoptedOptimizer]:
@@ -96,8 +111,10 @@ class ServedLoop:
         env, flat, bound = self._env, self.bound.flat, self.bound
         if isinstance(env.transport, InProcessClient):
             env.transport.initial = [one.packed_state() for one in self.optimizers]
-        elif env.folder is not None:
-            self._keep(RunFolder(env.folder))
+        elif env.keep is not None:
+            frozen = {name: tensor.cpu().clone() for name, tensor in flat.frozen().items()}
+            self._frozen_at_first = _digests(frozen) if not env.worker else {}
+            env.keep(frozen, join_states([optimizer.packed_state() for optimizer in self.optimizers]))
         sources = flat.sources()
         strays = {part.name: part.name for part in flat.layout.parameters if part.name not in sources.values()}
         own_names = {part.name: part.name for part in (*flat.layout.parameters, *flat.state_layout.parameters)}
@@ -127,15 +144,6 @@ class ServedLoop:
         self._began = time.perf_counter(), time.process_time()
         bound.renew(fully=True)
         return reply
-
-    def _keep(self, folder: RunFolder) -> None:
-        """Save what no push brings: tensors that belong to the saved weights, and the state of a used optimizer."""
-        frozen = {name: tensor.cpu().clone() for name, tensor in self.bound.flat.frozen().items()}
-        if frozen and not folder.frozen_file.exists():
-            write_atomically(folder.frozen_file, save_tensors(frozen))
-        loaded = join_states([optimizer.packed_state() for optimizer in self.optimizers])
-        if loaded and not folder.optimizer_file.exists():
-            write_atomically(folder.optimizer_file, save_tensors(loaded))
 
     def _notes(self) -> list[str]:
         notes = [note for loader in self._loaders for note in (loader.facts.note, loader.facts.unresumable) if note]
@@ -284,12 +292,8 @@ class ServedLoop:
 
     def _warn_of_changes(self) -> None:
         """Say which tensors the loop has changed that no optimizer trains: they are saved as they were at the start."""
-        if self._env.worker or self._env.folder is None:
-            return
-        first, now = load_tensors(RunFolder(self._env.folder).frozen_file), self.bound.flat.frozen()
-        changed = [
-            n for n, t in first.items() if t.is_floating_point() and n in now and not torch.equal(now[n].cpu(), t)
-        ]
+        first, now = self._frozen_at_first, _digests(self.bound.flat.frozen()) if self._frozen_at_first else {}
+        changed = [name for name, digest in first.items() if name in now and now[name] != digest]
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             what = f"{changed[0]}{more} changed, and no optimizer of session.prepare(...) trains it"
@@ -305,3 +309,9 @@ class ServedLoop:
         if state is None:
             raise RunFailed(SERVER_GONE)
         return state
+
+
+def _digests(tensors: State) -> dict[str, bytes]:
+    """The hashes of the tensors of floats."""
+    floats = {name: tensor.detach().cpu().reshape(-1) for name, tensor in tensors.items() if tensor.is_floating_point()}
+    return {name: hashlib.sha256(view(tensor)).digest() for name, tensor in floats.items()}

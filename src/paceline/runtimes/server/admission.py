@@ -6,13 +6,14 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from paceline.config import to_dict
+from paceline.config import RunConfig, to_dict
 from paceline.core.buffers import BufferSizes
-from paceline.runs.folder import NOT_COME
+from paceline.core.membership import Member
+from paceline.runs.folder import NOT_COME, RunFolder
 from paceline.runtimes.server.host import Host
-from paceline.runtimes.server.runtime import TcpPeers
+from paceline.runtimes.server.runtime import Peers, TcpPeers
 from paceline.runtimes.server.service import Dispatcher
 from paceline.system.environment import machine_name, package_version
 from paceline.transports.connection import ANYWHERE, parse_address
@@ -85,21 +86,48 @@ class WorkerHosts:
             yield f"{what} certificates will not agree; set it right"
 
 
+class KnownMembers(Protocol):
+    """What the admission of workers reads of a server."""
+
+    finished: bool
+
+    @property
+    def members(self) -> Mapping[int, Member]:
+        """The workers that have joined, by number."""
+
+    @property
+    def max_workers(self) -> int:
+        """How many workers may be there at once."""
+
+
+class JoinableRun(Protocol):
+    """What the admission of workers reads of a run: of a Host, or of a run that waits for its first worker."""
+
+    config: RunConfig
+    folder: RunFolder
+    first_incarnation: int
+    on_gpu: set[int]
+
+    @property
+    def server(self) -> KnownMembers:
+        """The server of the run, or what stands for it."""
+
+
 class Admission:
     """Decides on a worker's request to join: its number and incarnation, or why it is refused."""
 
     def __init__(
         self,
-        host: Host,
-        peers: TcpPeers,
-        largest: BufferSizes,
+        host: JoinableRun,
+        peers: Peers[TcpPeer],
+        largest: BufferSizes | None,
         welcome: Mapping[str, Any],
         note: Callable[[str], None],
         complain: Callable[[str], None],
     ) -> None:
         """`largest` bounds a worker's memory. `welcome` is sent to every worker in addition to the settings.
 
-        `complain` collects refused requests, which may be many, for `note_refused`.
+        `complain` collects refused requests, which may be many.
         """
         self._host, self._peers, self._largest, self._note, self._complain = host, peers, largest, note, complain
         self._welcome = {"config": to_dict(host.config), "run": host.folder.path.name, **welcome}
@@ -137,11 +165,6 @@ class Admission:
         """Refuse a request, and tell the user of this server."""
         applicant.refuse(why)
         self._complain(f"{applicant.peer} was turned away: {why}")
-
-    def note_refused(self, text: str) -> None:
-        """Write the event of refused connections, and tell the user."""
-        self._host.events.write("turned_away", self._host.clock.now(), text=text)
-        self._note(text)
 
     def leave(self, worker: int) -> None:
         """Forget the machine of a worker that has left."""

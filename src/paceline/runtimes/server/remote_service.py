@@ -13,17 +13,17 @@ from typing import Any, Protocol
 
 from paceline.core.buffers import BufferSizes
 from paceline.core.failure_detector import FailureDetector
-from paceline.core.messages import Push
+from paceline.core.messages import EstimatedStatistics, Push, ReadOptimizer, ReadWeights
 from paceline.errors import ProtocolError
 from paceline.runs.folder import ALL_GONE
 from paceline.runtimes.server.admission import CEILING_SECONDS, Admission, StartBarrier
 from paceline.runtimes.server.file_service import FileService
 from paceline.runtimes.server.host import Host
-from paceline.runtimes.server.runtime import TcpPeers
+from paceline.runtimes.server.runtime import LoopService, TcpPeers
 from paceline.runtimes.server.service import GRACE_SECONDS, Dispatcher, SupervisorChannel, serve_until
 from paceline.system.strict_json import to_json
 from paceline.transports.listener import SOON_SECONDS, JoinRequest, Listener
-from paceline.transports.protocol import HEARD, Hello, Keepalive
+from paceline.transports.protocol import HEARD, Hello, Keepalive, ReportedFigures
 from paceline.transports.tcp_server import TcpPeer
 
 FIRST_SECONDS, FLOOR_SECONDS = 10.0, 5.0
@@ -83,8 +83,8 @@ class SingleServer(PushGate):
 
     full = "one server holds all weights of this run: --servers S starts several"
 
-    def __init__(self, host: Host, largest: BufferSizes) -> None:
-        self.largest, self.welcome = largest, {}
+    def __init__(self, host: Host, largest: BufferSizes, welcome: Mapping[str, Any] | None = None) -> None:
+        self.largest, self.welcome = largest, welcome or {}
 
     def push(self, peer: TcpPeer, push: Push, apply: Callable[[Push], None]) -> None:
         """Apply."""
@@ -107,9 +107,14 @@ class RemoteService:
         listener: Listener,
         gate: PushGate,
         wait_seconds: float | None = None,
+        loops: LoopService | None = None,
     ) -> None:
-        """`peers` belong to the host's runtime; `wait_seconds` is how long all workers have to join."""
+        """`peers` belong to the host's runtime; `wait_seconds` is how long all workers have to join.
+
+        With `loops` the workers run users' own loops, and the service runs until all of them have left.
+        """
         self._host, self._peers, self._control, self._listener, self._gate = host, peers, control, listener, gate
+        self._loops = loops
         self._dispatcher = Dispatcher(host, control, expected)
         self._admission = Admission(host, peers, gate.largest, gate.welcome, control.note, listener.complain)
         self._start = StartBarrier(host, peers, self._dispatcher, listener.address, wait_seconds)
@@ -128,12 +133,15 @@ class RemoteService:
         """Serve until training is over and every worker knows it."""
         serve_until(self._host, self._peers.loop, self._all_know, self._check)
         for text in self._listener.complaints(all_of_them=True):
-            self._admission.note_refused(text)
+            self._note_refused(text)
         for peer in self._peers.by_worker.values():
             peer.close()
 
     def _all_know(self, deadline: float) -> bool:
         """Whether all workers have hung up: bytes still on their way would be lost with this process."""
+        if self._loops is not None:
+            self._loops.settle()
+            return not self._peers.by_worker
         here = [peer for peer in self._peers.by_worker.values() if peer.fileno() >= 0]
         if time.monotonic() > max([deadline, *(peer.last_heard + GRACE_SECONDS for peer in here)]):
             return True
@@ -152,12 +160,13 @@ class RemoteService:
         self._checked = now
         self._gate.check(was_busy)
         for text in self._listener.complaints():
-            self._admission.note_refused(text)
+            self._note_refused(text)
         self._dispatcher.check(self._drop)
-        if not self._host.server.finished:
+        if not self._host.server.finished or self._loops is not None:
             for worker in self._failure_detector.due(now):
                 peer = self._peers.by_worker[worker]
                 self._give_up(peer, f"worker {worker} was silent for {now - peer.last_heard:.1f} s: it is lost")
+        if not self._host.server.finished:
             self._start.check(now)
             if self._empty_since is not None and now > self._empty_since + ABANDONED_SECONDS:
                 self._host.stop(ALL_GONE)
@@ -188,14 +197,28 @@ class RemoteService:
     def _admit(self, applicant: JoinRequest, number: int) -> None:
         if number in self._peers.by_worker:  # disconnected: the new worker is here, the old one may never return
             self._remove(self._peers.by_worker[number])
-        peer = self._admission.admit(applicant, number)
+        self.take_over(self._admission.admit(applicant, number))
+
+    def take_over(self, peer: TcpPeer, hello: Hello | None = None) -> None:
+        """Serve a worker that was welcomed, and that may have said hello already."""
         self._peers.add(peer)
         self._empty_since = None
-        self._listen(peer)
+        if peer.fileno() >= 0:
+            self._listen(peer)
+        else:  # it may reconnect
+            self._heard(peer.worker)
+        if hello is not None:
+            self._join(peer, hello)
+        self._peers.loop.watch_writes(peer)
 
     def _why_dropped(self, fields: Mapping[str, Any]) -> str | None:
         """Why a worker that still computes was dropped. When its step ends, it may join again."""
         return self._dropped.get((fields.get("worker"), fields.get("incarnation"))) if fields.get("idle") else None
+
+    def _note_refused(self, text: str) -> None:
+        """Write the event of refused connections, and tell the user."""
+        self._host.events.write("turned_away", self._host.clock.now(), text=text)
+        self._control.note(text)
 
     def _reconnect(self, applicant: JoinRequest, peer: TcpPeer) -> None:
         """Let a worker whose connection broke continue under its old number."""
@@ -233,13 +256,15 @@ class RemoteService:
                 self._gate.push(peer, message, functools.partial(self._apply, peer))
             elif isinstance(message, Hello):
                 self._gate.hello(peer, message, functools.partial(self._join, peer))
+            elif isinstance(message, ReadWeights | ReadOptimizer | EstimatedStatistics) and self._loops is not None:
+                self._loops.take(peer, message)
         except ProtocolError as error:
             self._expel(peer, str(error))
             return
         if message is None:
             self._lose(peer)
             return
-        if not isinstance(message, Hello | Push | Keepalive):
+        if isinstance(message, ReportedFigures):
             self._host.note_figures(message.worker, message.values)
         self._peers.loop.watch_writes(peer)
 
@@ -254,6 +279,8 @@ class RemoteService:
 
     def _apply(self, peer: TcpPeer, push: Push) -> None:
         try:
+            if self._loops is not None:
+                self._loops.check_push(push)
             self._dispatcher.push(peer, push)
         except ProtocolError as error:
             self._expel(peer, str(error))
@@ -271,8 +298,12 @@ class RemoteService:
     # workers go
 
     def _lose(self, peer: TcpPeer) -> None:
-        """The connection broke: wait for the worker to reconnect, unless it has no reason to."""
-        if self._host.server.finished or peer.left or peer.worker in self._peers.released or peer.slot is None:
+        """The connection broke: wait for the worker to reconnect, unless it has no reason to.
+
+        A user's own loop has one after the end of training too: it reads the final weights.
+        """
+        is_over = self._host.server.finished or peer.worker in self._peers.released
+        if peer.left or peer.slot is None or (is_over and self._loops is None):
             self._remove(peer)
         else:
             self._disconnect(peer)
@@ -302,12 +333,17 @@ class RemoteService:
     def _remove(self, peer: TcpPeer) -> None:
         """The worker leaves the run; wait for others if it was the last."""
         self._gate.forget(peer)
+        if self._loops is not None:
+            self._loops.forget(peer)
         self._failure_detector.forget(peer.worker)
         self._signs.pop(peer.worker, None)
         self._admission.leave(peer.worker)
         self._disconnect(peer)
         self._peers.remove(peer)
-        self._dispatcher.leave(peer.worker, peer.incarnation)
+        if peer.slot is not None or self._loops is None:
+            self._dispatcher.leave(peer.worker, peer.incarnation)
+        if self._loops is not None:
+            self._loops.settle()
         if not self._peers.by_worker and not self._host.server.finished:
             self._empty_since = time.monotonic()
             self._control.note(f"no worker is left: waiting {ABANDONED_SECONDS:g} s for one to come")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from paceline.core.messages import Input, Reply
+from paceline.core.messages import Input, OwnLoopInput, Push, Reply
 from paceline.core.server import Server
 from paceline.runtimes.server.accounting import TimeShares, Way
 from paceline.system.event_loop import EventLoop
-from paceline.transports.protocol import Peer
+from paceline.transports.protocol import Peer, ScriptPeer
 from paceline.transports.tcp_server import TcpPeer
 
 
@@ -53,6 +53,22 @@ class LocalRuntime(Runtime):
     def send(self, reply: Reply, with_state: bool) -> None:
         """Call the function."""
         self._deliver(reply)
+
+
+class LoopService(Protocol):
+    """What a service calls if its workers run users' own loops."""
+
+    def check_push(self, push: Push) -> None:
+        """Look at a push before it is taken. Raise UserError if the run cannot go on with it."""
+
+    def take(self, peer: ScriptPeer, message: OwnLoopInput) -> None:
+        """Take a message that only a user's own loop sends."""
+
+    def forget(self, peer: ScriptPeer) -> None:
+        """A worker is gone: the others do not wait for it."""
+
+    def settle(self) -> None:
+        """Answer the workers that wait for the end, if it has come."""
 
 
 P = TypeVar("P", bound=Peer)

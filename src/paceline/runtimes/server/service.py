@@ -13,12 +13,13 @@ from typing import Any, TypeAlias
 
 from paceline.core.buffers import BufferSizes
 from paceline.core.membership import Member
-from paceline.core.messages import Leave, OwnLoopInput, Push
+from paceline.core.messages import Leave, Push
+from paceline.core.own_loop.torch_optimizer import OptimizerFailed
 from paceline.core.step_balancing import StepBalancer
-from paceline.errors import ProtocolError, mismatched_keys
+from paceline.errors import ProtocolError, UserError, mismatched_keys
 from paceline.runs.folder import ALL_GONE
 from paceline.runtimes.server.host import Host
-from paceline.runtimes.server.runtime import Peers
+from paceline.runtimes.server.runtime import LoopService, Peers
 from paceline.system.event_loop import EventLoop
 from paceline.system.memory import receive_fds
 from paceline.system.signals import TERMINATED
@@ -127,6 +128,8 @@ class Dispatcher:
             host.handle(push)
         except ProtocolError as error:
             raise ProtocolError(f"worker {worker}: {error}") from None
+        except OptimizerFailed as error:
+            raise UserError(f"the optimizer of the script fails in the server: {error}") from error
 
     def _require_asked(self, push: Push, member: Member) -> None:
         """Raise ProtocolError unless a reply asked for this push, and its samples are those of the assigned batch."""
@@ -220,14 +223,11 @@ class Service:
         control: SupervisorChannel,
         expected: dict[str, Any],
         sizes: BufferSizes,
-        patient: bool = False,
     ) -> None:
-        """`peers` is the host's runtime, `sizes` are those of every worker's memory.
-
-        A patient service runs until every worker has left.
-        """
-        self._host, self._peers, self._control, self._patient = host, peers, control, patient
+        """`peers` is the host's runtime, `sizes` are those of every worker's memory."""
+        self._host, self._peers, self._control = host, peers, control
         self._sizes = sizes
+        self._loops: LoopService | None = None
         self._dispatcher = Dispatcher(host, control, expected)
         self._returning: set[int] = set()  # workers that the supervisor will start again, or may
         self._gone: set[tuple[int, int]] = set()
@@ -240,6 +240,15 @@ class Service:
         signal.set_wakeup_fd(writer.detach())
         signal.signal(signal.SIGTERM, lambda number, frame: None)
 
+    def serve_loops(self, loops: LoopService) -> None:
+        """Serve users' own loops: each asks for more than replies, and the service runs until every worker has left."""
+        self._loops = loops
+
+    @property
+    def awaits_worker(self) -> bool:
+        """Whether the supervisor will start a worker again, or may."""
+        return bool(self._returning)
+
     def run(self) -> None:
         """Serve until training is over and every worker knows it."""
         serve_until(self._host, self._loop, self._all_know, self._check)
@@ -248,7 +257,8 @@ class Service:
 
     def _all_know(self, deadline: float) -> bool:
         self._dispatcher.tell_clock()
-        if self._patient:
+        if self._loops is not None:
+            self._loops.settle()
             return not self._peers.by_worker
         return self._peers.by_worker.keys() <= self._peers.released or time.monotonic() > deadline
 
@@ -315,7 +325,7 @@ class Service:
         try:
             message = peer.receive()
             if isinstance(message, Push):
-                self.on_push(peer, message)
+                self._on_push(peer, message)
                 return
         except ProtocolError as error:
             self._control.note(str(error))
@@ -330,18 +340,16 @@ class Service:
             self.join(peer, message)
         elif isinstance(message, ReportedFigures):
             self._host.note_figures(message.worker, message.values)
-        else:
-            self.take_setting(peer, message)
+        elif self._loops is not None:
+            self._loops.take(peer, message)
 
-    def on_push(self, peer: SharedMemoryPeer, push: Push) -> None:
+    def _on_push(self, peer: SharedMemoryPeer, push: Push) -> None:
         """Take a push; disconnect its worker if the server expels it."""
+        if self._loops is not None:
+            self._loops.check_push(push)
         self._dispatcher.push(peer, push)
         if self._dispatcher.is_expelled(peer.worker):
             self.remove(peer)
-
-    def take_setting(self, peer: SharedMemoryPeer, message: OwnLoopInput) -> None:
-        """Take a message that only a user's own loop sends."""
-        self._host.handle(message)
 
     def join(self, peer: SharedMemoryPeer, hello: Hello) -> None:
         """Let a worker join, or refuse and disconnect it."""
@@ -368,6 +376,8 @@ class Service:
 
     def remove(self, peer: SharedMemoryPeer, returns: bool = False) -> None:
         """Disconnect a worker; stop the run if it was the last and none will return."""
+        if self._loops is not None:
+            self._loops.forget(peer)
         self._loop.unregister(peer)
         peer.close()
         self._peers.remove(peer)
@@ -380,3 +390,5 @@ class Service:
         """Stop the run if no worker is left and none will return."""
         if not self._peers.by_worker and not self._returning and not self._host.server.finished:
             self._host.stop(ALL_GONE)
+        if self._loops is not None:  # others may have waited for the one that left
+            self._loops.settle()

@@ -59,7 +59,7 @@ class ShardedClient(Transport):
 
     def __init__(self, address: str, open_client: OpenClient, first: TcpClient) -> None:
         self._address, self._host, self._open = address, parse_address(address)[0], open_client
-        self._first = first
+        self.first = self._first = first
         self._own: _ShardConnection | None = None  # the first server's part, if there are several servers
         self._others: list[_ShardConnection] = []
         self._memory: WorkerBuffers | None = None

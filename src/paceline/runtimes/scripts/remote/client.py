@@ -1,0 +1,126 @@
+"""The connection of a user's own loop to a server on another machine: TCP, and what a loop asks for beside replies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from safetensors.torch import load, save
+
+from paceline.core.buffers import WorkerBuffers, view
+from paceline.core.messages import Join, Push, Reply
+from paceline.errors import ProtocolError, UnknownWorker
+from paceline.interfaces import State
+from paceline.system.memory import available_memory
+from paceline.transports.frames import ANSWER_HEAD, REQUEST_HEAD, FrameKind, Reading, header, padding, read_bytes
+from paceline.transports.protocol import RequestKind, ScriptTransport, Timing
+from paceline.transports.tcp_client import TcpClient
+from paceline.transports.tcp_server import FROZEN, USED, WEIGHTS
+
+GivePlace = Callable[[int], memoryview]
+"""Returns the buffer for an answer of so many bytes; raises ProtocolError if none has that size."""
+
+
+class StartAgain(SystemExit):
+    """Ends a script whose server does not know this worker any more: a restarted server. The script starts again."""
+
+
+class LoopClient(TcpClient, ScriptTransport):
+    """A worker's connection to the server of users' own loops."""
+
+    _num_requests = 0
+    _initial_state: tuple[State, State] = ({}, {})
+
+    def keep(self, frozen: State, optimizers: State) -> None:
+        """Keep what no push brings, for a server that asks for it: frozen tensors, and states of used optimizers."""
+        self._initial_state = frozen, optimizers
+
+    def hello(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | None:
+        """Join, with the initial weights if the server asks for them, and wait for the first weights."""
+        frame = self._begin(join, memory, facts)
+        reply = self._unless_refused(self._asking([frame], lambda: self._reply_or_wanted(join)))
+        if reply is not None and not isinstance(reply, Reply):
+            reply = self._unless_refused(self._asking(self._initial(memory), lambda: self._reply(join)))
+        self._initial_state = {}, {}
+        return reply if isinstance(reply, Reply) else None
+
+    def exchange(self, push: Push, timing: Timing) -> Reply | None:
+        """Send a push and wait for its reply. Return None if the server is gone for good."""
+        try:
+            return self._unless_refused(super().exchange(push, timing))
+        except UnknownWorker:
+            raise StartAgain from None
+
+    def read_weights(self, final: bool) -> bool | None:
+        """Get the weights that would be saved now into this worker's buffers. Return whether they are averaged."""
+        assert self._memory is not None
+        place = view(self._memory.weights)
+        kind = RequestKind.FINAL_WEIGHTS if final else RequestKind.WEIGHTS
+        return self._request(kind, lambda nbytes: _of_size(place, nbytes))
+
+    def read_optimizer(self, number: int) -> State | None:
+        """Return the optimizer's state as the server has it."""
+        content = bytearray()
+
+        def grow(nbytes: int) -> memoryview:
+            content.extend(bytes(nbytes))
+            return memoryview(content)
+
+        found = self._request(RequestKind.OPTIMIZER, grow, optimizer=number)
+        return load(bytes(content)) if found is not None else None
+
+    def merge_statistics(self, samples: int) -> bool:
+        """Replace the statistics in this worker's buffers by those of all workers."""
+        assert self._memory is not None
+        state = view(self._memory.state)
+        return self._request(RequestKind.STATISTICS, lambda n: _of_size(state, n), samples, state) is not None
+
+    def _asking(self, parts: list[memoryview], reading: Callable[[], Reading[Any]]) -> Any:
+        try:
+            return self._ask(parts, reading)
+        except UnknownWorker:
+            raise StartAgain from None
+
+    def _request(
+        self, kind: RequestKind, place: GivePlace, samples: int = 0, body: memoryview | None = None, optimizer: int = 0
+    ) -> bool | None:
+        """Ask for something and wait for it. Return the answer's flag, None if the server is gone."""
+        self._num_requests += 1
+        number, body = self._num_requests, memoryview(b"") if body is None else body
+        head = REQUEST_HEAD.pack(number, kind, optimizer, samples)
+        pad = padding(len(body))
+        first = header(FrameKind.REQUEST, len(head) + len(body) + len(pad)) + head
+        found = self._asking([memoryview(first), body, memoryview(pad)], lambda: self._answer(number, place))
+        return None if self._unless_refused(found) is None else bool(found)
+
+    def _answer(self, number: int, place: GivePlace) -> Reading[bool]:
+        _, nbytes = yield from self._header({FrameKind.ANSWER: available_memory()})
+        answered, averaged, pad = ANSWER_HEAD.unpack((yield from read_bytes(ANSWER_HEAD.size)))
+        if answered != number or nbytes < ANSWER_HEAD.size + pad:
+            raise ProtocolError(f"an answer of {nbytes} bytes to request {answered} instead of {number}")
+        yield place(nbytes - ANSWER_HEAD.size - pad)
+        yield from read_bytes(pad)
+        return bool(averaged)
+
+    def _reply_or_wanted(self, join: Join) -> Reading[Reply | FrameKind]:
+        kind, nbytes = yield from self._header({FrameKind.REPLY: self._largest_reply, FrameKind.WANTED: 0})
+        if kind is FrameKind.WANTED:
+            return kind
+        return (yield from self._reply_body(join.worker, join.incarnation, nbytes))
+
+    def _initial(self, memory: WorkerBuffers) -> list[memoryview]:
+        """The frame of what the model begins with."""
+        frozen, used = self._initial_state
+        named = {WEIGHTS: memory.weights, **_prefixed(FROZEN, frozen), **_prefixed(USED, used)}
+        content = save({name: tensor.contiguous() for name, tensor in named.items()})
+        return [memoryview(header(FrameKind.INITIAL, len(content))), memoryview(content)]
+
+
+def _prefixed(prefix: str, tensors: State) -> State:
+    return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+
+
+def _of_size(place: memoryview, nbytes: int) -> memoryview:
+    if len(place) != nbytes:
+        raise ProtocolError(f"an answer of {nbytes} bytes for buffers of {len(place)}")
+    return place

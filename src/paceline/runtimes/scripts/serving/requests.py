@@ -1,0 +1,156 @@
+"""What own loops ask their server for beside replies: weights to evaluate, optimizer states, the final weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor
+
+from paceline.assembly.own_loop import optimizer_state
+from paceline.core.buffers import view
+from paceline.core.messages import EstimatedStatistics, Leave, OwnLoopInput, Push, ReadOptimizer, ReadWeights
+from paceline.core.server import Server
+from paceline.errors import UserError
+from paceline.runs.folder import ALL_GONE, LOOPS_ENDED, ONE_ENDED
+from paceline.runs.result import shared_state
+from paceline.runtimes.server.host import Host
+from paceline.runtimes.server.runtime import LoopService
+from paceline.settings.preprocessing import split_of
+from paceline.settings.strategies import strategy_of
+from paceline.tasks.script_model import ScriptModel
+from paceline.transports.protocol import ScriptPeer
+
+
+class FinalStatistics:
+    """Collects the running statistics that workers estimate for the final weights; their mixture is saved."""
+
+    def __init__(self, server: Server, model: ScriptModel) -> None:
+        self.server, self._model = server, model
+        self._estimates: dict[int, tuple[int, Tensor]] = {}
+
+    def read(self, peer: ScriptPeer) -> None:
+        """Answer a worker that reads the weights which would be saved now."""
+        assert peer.slot is not None
+        evaluated = self.server.evaluated
+        peer.slot.weights.copy_(evaluated)
+        peer.confirm(averaged=evaluated is not self.server.weights)
+
+    def add(self, peer: ScriptPeer, samples: int) -> None:
+        """Take the statistics in a worker's memory; they count with the weight `samples`, 0: not at all."""
+        assert peer.slot is not None
+        self._estimates[peer.worker] = samples, peer.slot.state.clone()
+
+    def all_came(self, peers: Iterable[ScriptPeer]) -> bool:
+        """Whether every worker that is connected has sent its statistics, and there are some."""
+        return bool(self._estimates) and all(peer.worker in self._estimates for peer in peers)
+
+    def answer(self, peers: Iterable[ScriptPeer]) -> None:
+        """Save the mixture with the weights, and send it to the workers."""
+        counted = [self._estimates[worker] for worker in sorted(self._estimates) if self._estimates[worker][0]]
+        state = self._model.mixture([state for _, state in counted], [samples for samples, _ in counted])
+        if state is None:  # no worker could estimate any
+            state = shared_state(self.server, self._model, self.server.evaluated)
+        else:
+            self._model.set_statistics(self.server.evaluated, state)
+        for peer in peers:
+            if peer.worker in self._estimates and peer.slot is not None:
+                if state is not None:
+                    peer.slot.state.copy_(state)
+                peer.confirm()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was sent."""
+        self._estimates.clear()
+
+
+class FirstPushes:
+    """Compares the first push of each worker with those of the others: equal ones were computed from the same data."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._digests: dict[int, bytes] = {}
+
+    def check(self, push: Push) -> None:
+        """Raise UserError if another worker pushed the same gradient first."""
+        known = self._digests
+        if len(known) == self._num_workers or push.worker in known or push.weight == 0.0:
+            return
+        digest = hashlib.sha256(view(push.update)).digest()
+        same = next((worker for worker, other in known.items() if other == digest), None)
+        if same is not None and push.update.any():
+            what = f"workers {same} and {push.worker} pushed the same gradient first: they train on the same data"
+            walks = "if the loop walks over its data in order, data = session.split(data)"
+            draws = "if it draws from a torch.Generator of its own, session.rng() gives one that differs"
+            raise UserError(f"{what}; give session.prepare(...) the loader or data set; {walks}; {draws}")
+        known[push.worker] = digest
+
+
+class LoopRequests(LoopService):
+    """Answers the evaluations of own loops, and at the end brings all of them to the weights that are saved."""
+
+    def __init__(
+        self, host: Host, model: ScriptModel, connected: Mapping[int, ScriptPeer], awaits_worker: Callable[[], bool]
+    ) -> None:
+        """`connected` are the workers by number; `awaits_worker` says whether the run waits for one that may return."""
+        self._host, self._connected, self._awaits_worker = host, connected, awaits_worker
+        self._statistics = FinalStatistics(host.server, model)
+        self._ending: dict[int, ScriptPeer] = {}  # workers that wait for the final weights
+        self._stop_reason = ALL_GONE
+        self._first_pushes = FirstPushes(host.server.num_workers) if _needs_other_data(host) else None
+
+    def check_push(self, push: Push) -> None:
+        """Stop the run if two workers push the same gradient first: then they see the same data."""
+        if self._first_pushes is not None:
+            self._first_pushes.check(push)
+
+    def take(self, peer: ScriptPeer, message: OwnLoopInput) -> None:
+        """Take a message that only a user's own loop sends."""
+        if isinstance(message, ReadWeights) and message.final:
+            self._await_end(peer)
+            return
+        self._host.handle(message)
+        if isinstance(message, ReadWeights):
+            self._statistics.read(peer)
+        elif isinstance(message, ReadOptimizer) and message.optimizer < len(self._host.server.by_optimizer):
+            peer.send_optimizer(optimizer_state(self._host.server, message.optimizer))
+        elif isinstance(message, EstimatedStatistics):
+            self._statistics.add(peer, message.samples)
+            self.settle()
+
+    def _await_end(self, peer: ScriptPeer) -> None:
+        """Let a worker wait for the final weights. If it has work left, it leaves training now."""
+        server = self._host.server
+        member = server.members[peer.worker]
+        if member.live and not member.inactive and not server.finished:
+            self._stop_reason = LOOPS_ENDED
+            if strategy_of(self._host.config).needs_all:
+                self._host.stop(f"{ONE_ENDED} (worker {peer.worker}), and {self._host.config.strategy} needs all")
+            else:
+                self._host.handle(Leave(peer.worker, peer.incarnation, done=True))
+        self._ending[peer.worker] = peer
+        self.settle()
+
+    def forget(self, peer: ScriptPeer) -> None:
+        """A worker is gone: the others do not wait for it."""
+        if self._ending.get(peer.worker) is peer:
+            del self._ending[peer.worker]
+
+    def settle(self) -> None:
+        """Answer the workers that wait for the end, if it has come."""
+        connected, host = self._connected, self._host
+        if self._ending and connected.keys() <= self._ending.keys() and not self._awaits_worker():
+            lost = f"; {len(set(host.lost))} of {host.server.num_workers} workers were lost" if host.lost else ""
+            host.stop(f"{self._stop_reason}{lost}" if self._stop_reason == LOOPS_ENDED else self._stop_reason)
+        while host.server.finished and self._ending:
+            worker = min(self._ending)
+            host.handle(ReadWeights(worker, final=True))
+            self._statistics.read(self._ending.pop(worker))
+        if self._statistics.all_came(connected.values()):
+            self._statistics.answer(connected.values())
+
+
+def _needs_other_data(host: Host) -> bool:
+    """Whether workers must push different gradients: there are several, and not all have all data on purpose."""
+    return host.server.num_workers > 1 and split_of(host.config).kind != "full" and not host.server.version
