@@ -29,11 +29,16 @@ class Command:
     """One `paceline ...` process with all its descendants; use it as a context manager so that none outlives a test."""
 
     def __init__(
-        self, *arguments: str, cwd: Path, environment: dict[str, str] | None = None, stderr: int = subprocess.PIPE
+        self,
+        *arguments: str,
+        cwd: Path,
+        environment: dict[str, str] | None = None,
+        stderr: int = subprocess.PIPE,
+        module: str = "paceline",
     ) -> None:
         self.cwd = cwd
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "paceline", *arguments],
+            [sys.executable, "-m", module, *arguments],
             cwd=cwd,
             env={**os.environ, **GIVING_WAY, **(environment or {})},
             stdout=subprocess.PIPE,
