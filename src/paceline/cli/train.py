@@ -42,6 +42,8 @@ def train_verb(arguments: list[str]) -> int:
     _add_places(parser)
     parser.add("--skip-failed", "with --hosts: skip hosts that fail a check", "several machines", action="store_true")
     parser.add("--engine", "ray: run server and workers as actors of a Ray cluster", "several machines", metavar="NAME")
+    gpus = "with --engine ray: each worker computes on this part of a GPU, as in 1 or 0.5 [no GPU]"
+    parser.add("--gpus-per-worker", gpus, "several machines", type=float, metavar="N")
     parser.add("--json", "print result.json on standard output at the end", action="store_true")
     parsed = parser.parse_strictly(arguments)
     config = config_from(parsed, parsed.file)
@@ -69,6 +71,9 @@ def _check_places(parsed: argparse.Namespace, rank: Rank | None) -> None:
     placed = f"--engine {engine}" if engine is not None else f"--hosts {parsed.hosts}" if parsed.hosts else None
     if placed is not None and rank is not None:
         raise UserError(f"{placed} starts its own workers: leave the launcher (torchrun, srun) out")
+    if engine is None and getattr(parsed, "gpus_per_worker", None) is not None:
+        what = f"--gpus-per-worker {parsed.gpus_per_worker:g} is what Ray gives to each worker"
+        raise UserError(f"{what}: add --engine ray; without Ray, --device cuda computes on a GPU")
     for flag in ("skip_failed", "listen", "tls", "plain"):
         launched = flag in ("tls", "plain") and (engine is not None or rank is not None)
         if getattr(parsed, flag, None) and parsed.hosts is None and not launched:
@@ -90,7 +95,7 @@ def _train(
     if parsed.engine is not None:
         from paceline.runtimes.cluster.ray import train_on_ray
 
-        return train_on_ray(config, console, chosen_tls(parsed))
+        return train_on_ray(config, console, chosen_tls(parsed), parsed.gpus_per_worker)
     from paceline.launch import train
 
     return train(config, console, rank, chosen_tls(parsed))
