@@ -48,12 +48,14 @@ def server_verb(arguments: list[str]) -> int:
     wait = "exit with code 1 if not all workers have connected by then [no limit]"
     parser.add("--wait", wait, "network", type=float, metavar="SECONDS")
     parser.add("--resume", "continue a run whose server ended, at the same address", "network", metavar="RUN")
+    again = "start the run --name, or resume it if it has begun: for a program that starts this command again"
+    parser.add("--continue", again, "network", action="store_true")
     add_settings(parser, left_out=(*SIMULATED_ONLY, "faults", "device"))
     add_trust(parser)
     parser.add("--json", "print result.json on standard output at the end", action="store_true")
     parsed = parser.parse_strictly(arguments)
     from paceline.runtimes.cluster.credentials import ListenOptions
-    from paceline.runtimes.cluster.serve import serve, serve_again
+    from paceline.runtimes.cluster.serve import serve, serve_again, serve_or_resume
 
     if (parsed.certificate is None) != (parsed.key is None):
         raise UserError("--certificate and --key belong together: give both, or none and one is made")
@@ -62,8 +64,13 @@ def server_verb(arguments: list[str]) -> int:
     tls = chosen_tls(parsed, "certificate"), parsed.certificate, parsed.key
     shards = parsed.servers, parsed.shards_elsewhere
     options = ListenOptions(parsed.listen, parsed.token_file, *tls, *shards, parsed.wait)
+    is_continued = getattr(parsed, "continue")
+    if parsed.resume is not None and is_continued:
+        raise UserError(f"--resume {parsed.resume} and --continue: leave one out; --continue takes --name and settings")
     with Console() as console:
-        if parsed.resume is not None:
+        if is_continued:
+            folder, result = serve_or_resume(config_from(parsed, parsed.file), options, console)
+        elif parsed.resume is not None:
             require_trust(parsed, parsed.resume, trackers=parsed.track is None)
             upkeep = {name: getattr(parsed, name) for name in UPKEEP if getattr(parsed, name) is not None}
             folder, result = serve_again(Path(parsed.resume), options, console, upkeep=upkeep)

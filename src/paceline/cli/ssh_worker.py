@@ -27,10 +27,10 @@ def read_line() -> str:
 
 
 def end_with_standard_input() -> None:
-    """Send SIGTERM to this process when standard input closes, and exit if that does not end it."""
+    """Interrupt this process when standard input closes, and exit if that does not end it."""
     while os.read(0, 1 << 12):
         pass
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)  # at once: on SIGTERM a worker would finish its push
     time.sleep(ENDING_SECONDS)
     os._exit(1)
 

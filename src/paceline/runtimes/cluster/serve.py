@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.assembly.preflight import provenance, startup_warnings
-from paceline.config import RunConfig
+from paceline.config import FIELDS, UPKEEP, RunConfig, to_dict
 from paceline.data.datasets import Dataset, Location, load, locate_data, resolve_dataset
 from paceline.errors import ServerLost, UserError
 from paceline.reports.console import Console
@@ -67,6 +68,39 @@ def serve_again(
     with folder.locked():
         order = _ServeOrder(config, folder, locate_data(config), options, console, tell, resume=True)
         return folder, _keep_serving(order)
+
+
+def serve_or_resume(config: RunConfig, options: ListenOptions, console: Console) -> Outcome:
+    """Serve the run of this name as a supervisor restarts it: start it, resume it, or return the result it ended with.
+
+    A signal ends this process and not the run: workers wait for the next one.
+    """
+    if config.name is None:
+        raise UserError("--continue finds a run by its folder: add --name NAME")
+    if config.restart:
+        what = f"--restart {config.restart} and --continue both start a server again"
+        raise UserError(f"{what}: leave out --continue, or --restart if another program starts this command again")
+    options, folder = dataclasses.replace(options, supervised=True), RunFolder(Path(config.runs) / config.name)
+    if not folder.has_log:
+        folder.discard_unstarted()
+        return serve(config, options, console)
+    _require_same_settings(config, folder)
+    result = folder.result()
+    if result is not None and result["status"] != "stopped":
+        return folder, result
+    if options.listen is not None and parse_address(options.listen)[1] == 0:
+        options = dataclasses.replace(options, listen=None)  # workers know the free port of the first start
+    return serve_again(folder.path, options, console, {name: getattr(config, name) for name in UPKEEP})
+
+
+def _require_same_settings(config: RunConfig, folder: RunFolder) -> None:
+    """Raise UserError if a run was started with other settings of its training than it is to be continued with."""
+    asked, before = to_dict(resolve_dataset(resolve(config))[0]), to_dict(folder.config())
+    ours = ("threads",) if config.threads is None else ()  # by default as many as this machine has
+    for name in FIELDS:
+        if name not in (*UPKEEP, *ours) and asked[name] != before[name]:
+            what = f"{folder.path} was started with {name} = {before[name]!r}, and {asked[name]!r} is asked"
+            raise UserError(f"{what}: --continue needs the same settings; choose another --name for a new run")
 
 
 def require_star(config: RunConfig, may_restart: bool) -> None:
@@ -159,7 +193,7 @@ def _serve(order: _ServeOrder) -> dict[str, Any]:
         if tell is None and is_loopback(host_name):
             how = f": start workers on this machine with 'paceline worker --run {folder.path}'"
         console.note(f"serving at {listener.address}{how}")
-        with stop_signals(console.report, line.stop):
+        with contextlib.nullcontext() if options.supervised else stop_signals(console.report, line.stop):
             if tell is not None:
                 tell(Listening(listener.address, own.tls is not None, line.stop))
             with torch.inference_mode():

@@ -30,6 +30,7 @@ from paceline.settings.resolve import check_names
 from paceline.system.cpu import cores
 from paceline.system.environment import package_version
 from paceline.system.memory import keep_freed_memory
+from paceline.system.signals import leave_signal
 from paceline.system.terminal import printable
 from paceline.tasks.host_staging import pinned_memory
 from paceline.transports.handshake import ConnectionReport
@@ -37,6 +38,7 @@ from paceline.transports.protocol import Timing
 from paceline.transports.tcp_client import TcpClient
 from paceline.transports.tls import Tls, worker_tls
 
+LEAVE_SECONDS = 10.0  # how long a worker that got SIGTERM may take for its push
 JOIN_SECONDS = 30.0  # how long to try to join: the server may be starting, or evaluating its model
 Load: TypeAlias = Callable[[RunConfig], Dataset | None]
 BlockingCall: TypeAlias = Callable[[], None]
@@ -77,12 +79,16 @@ class WorkerOptions:
 
 
 def work(connection: ServerAddress, options: WorkerOptions, load: Load, say: Callable[[str], None]) -> bool:
-    """Work until training is over. Return False if the server went away before."""
+    """Work until training is over. Return False if the server went away before.
+
+    On SIGTERM it finishes its push, leaves the run and raises KeyboardInterrupt.
+    """
     keep_freed_memory()
     if ":" in options.device:
         torch.cuda.set_device(options.device)
-    context = WorkerContext(options, load, say)
     with contextlib.ExitStack() as stack:
+        is_leaving = stack.enter_context(leave_signal(LEAVE_SECONDS))
+        context = WorkerContext(options, load, say, is_leaving)
         slots = [PipelineSlot(stack, connection, context, number) for number in range(options.overlap + 1)]
         if len(slots) > 1:
             _take_turns(slots, stack)
@@ -91,6 +97,8 @@ def work(connection: ServerAddress, options: WorkerOptions, load: Load, say: Cal
             while call is not None:
                 call()
                 call = slots[0].advance()
+    if is_leaving() and not all(slot.has_finished for slot in slots):
+        raise KeyboardInterrupt
     return all(slot.has_finished for slot in slots)
 
 
@@ -141,8 +149,10 @@ def _caller(slot: PipelineSlot, turns: Turns) -> Iterator[Calls]:
 class WorkerContext:
     """What the workers of this process share: the data, loaded once, and the settings of this machine."""
 
-    def __init__(self, options: WorkerOptions, load: Load, say: Callable[[str], None]) -> None:
-        self.options, self._load, self.say = options, load, say
+    def __init__(
+        self, options: WorkerOptions, load: Load, say: Callable[[str], None], is_leaving: Callable[[], bool]
+    ) -> None:
+        self.options, self._load, self.say, self.is_leaving = options, load, say, is_leaving
         self.report_of = functools.cache(functools.partial(ConnectionReport, say))
         self._threads = options.threads or cores()
         self._loaded: tuple[RunConfig, Dataset | None] | None = None
@@ -213,6 +223,9 @@ class PipelineSlot:
         if self._reply is None or self._reply.finished:
             self.has_finished = self._reply is not None
             self._say_end()
+            return None
+        if self._context.is_leaving():
+            self._context.say(f"worker {self._loop.instance.join.worker} was terminated: it leaves after its push")
             return None
         self._push = self._loop.step(self._reply)
         return self.exchange
