@@ -1,7 +1,7 @@
 """Runs the commands of Kubernetes manifests, as they are written, as processes of one machine.
 
-All pods share a network and a file system of their own: the name of the Service is an address there, the volume and /tmp
-are empty folders, and nothing else can be written.
+All pods share a network and a file system of their own: the name of the Service is an address there, the volume and
+/tmp are empty folders, and nothing else can be written.
 """
 
 from __future__ import annotations
