@@ -24,6 +24,20 @@ CASES = {
     "encryption on one machine": (["--tls"], "--tls is about workers on other machines: add --hosts FILE"),
     "an address on one machine": (["--listen", "0.0.0.0:1"], "--listen is about workers on other machines"),
     "a ring of actors": (["--engine", "ray", "--strategy", "allreduce"], "--strategy allreduce has no server"),
+    "a part of a GPU without Ray": (["--gpus-per-worker", "0.5"], "--gpus-per-worker 0.5 is what Ray gives to each"),
+    "no part of a GPU": (
+        ["--engine", "ray", "--gpus-per-worker", "0"],
+        "--gpus-per-worker 0 is a worker without a GPU",
+    ),
+    "two GPUs for a worker": (["--engine", "ray", "--gpus-per-worker", "2"], "--gpus-per-worker 2: a worker computes"),
+    "a GPU whose pushes are lost": (
+        ["--engine", "ray", "--gpus-per-worker", "1"],
+        "--gpus-per-worker 1: after a crash",
+    ),
+    "a device that Ray gives": (
+        ["--engine", "ray", "--device", "cuda"],
+        "--device cuda: under --engine ray each worker",
+    ),
     "no ray": (["--engine", "ray", "--dataset", "fashion-mnist-sample"], "--engine ray needs ray, which is not"),
 }
 HOSTS = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import raise_on_signals
-from paceline.system.signals import handle_signals
+from paceline.system.signals import handle_signals, leave_signal
 from tests.support.waiting import until
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
@@ -58,3 +58,24 @@ def test_a_run_handles_them_in_its_own_way() -> None:
         for number in SIGNALS:
             signal.raise_signal(number)
     assert came == SIGNALS
+
+
+def test_a_worker_may_finish_what_it_does_before_it_leaves() -> None:
+    with raise_on_signals(), leave_signal(seconds=60.0) as is_leaving:
+        assert not is_leaving()
+        signal.raise_signal(signal.SIGTERM)
+        assert is_leaving()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
+
+
+def test_a_worker_that_does_not_finish_is_interrupted() -> None:
+    with raise_on_signals(), pytest.raises(KeyboardInterrupt), leave_signal(seconds=0.01):
+        signal.raise_signal(signal.SIGTERM)
+        signal.pause()
+
+
+def test_an_interrupt_does_not_wait() -> None:
+    with raise_on_signals(), pytest.raises(KeyboardInterrupt), leave_signal(seconds=60.0):
+        signal.raise_signal(signal.SIGINT)

@@ -49,6 +49,8 @@ def server_verb(arguments: list[str]) -> int:
     wait = "exit with code 1 if not all workers have connected by then [no limit]"
     parser.add("--wait", wait, "network", type=float, metavar="SECONDS")
     parser.add("--resume", "continue a run whose server ended, at the same address", "network", metavar="RUN")
+    again = "start the run --name, or resume it if it has begun: for a program that starts this command again"
+    parser.add("--continue", again, "network", action="store_true")
     script = "serve workers that run this script; all that follows are its arguments"
     parser.add("--script", script, nargs=argparse.REMAINDER, metavar="SCRIPT.py ...")
     add_settings(parser, left_out=(*SIMULATED_ONLY, "faults", "device"))
@@ -56,7 +58,7 @@ def server_verb(arguments: list[str]) -> int:
     parser.add("--json", "print result.json on standard output at the end", action="store_true")
     parsed = parser.parse_strictly(arguments)
     from paceline.runtimes.cluster.credentials import ListenOptions
-    from paceline.runtimes.cluster.serve import serve, serve_again
+    from paceline.runtimes.cluster.serve import serve, serve_again, serve_or_resume
 
     if (parsed.certificate is None) != (parsed.key is None):
         raise UserError("--certificate and --key belong together: give both, or none and one is made")
@@ -65,8 +67,15 @@ def server_verb(arguments: list[str]) -> int:
     tls = chosen_tls(parsed, "certificate"), parsed.certificate, parsed.key
     shards = parsed.servers, parsed.shards_elsewhere
     options = ListenOptions(parsed.listen, parsed.token_file, *tls, *shards, parsed.wait)
+    is_continued = getattr(parsed, "continue")
+    if parsed.resume is not None and is_continued:
+        raise UserError(f"--resume {parsed.resume} and --continue: leave one out; --continue takes --name and settings")
     with Console() as console:
-        if parsed.resume is not None:
+        if is_continued:
+            config = config_from(parsed, parsed.file)
+            _refuse_script_settings(config, parsed.script)
+            folder, result = serve_or_resume(config, options, console, parsed.script)
+        elif parsed.resume is not None:
             if parsed.script is not None:
                 raise UserError(f"--resume {parsed.resume} goes on with the script of that run: leave --script out")
             require_trust(parsed, parsed.resume, trackers=parsed.track is None)
@@ -74,14 +83,15 @@ def server_verb(arguments: list[str]) -> int:
             folder, result = serve_again(Path(parsed.resume), options, console, upkeep=upkeep)
         else:
             config = config_from(parsed, parsed.file)
-            if parsed.script is not None:
-                refuse_script_settings(config, parsed.script)
+            _refuse_script_settings(config, parsed.script)
             folder, result = serve(config, options, console, command=parsed.script)
     return show(folder, result, parsed.json)
 
 
-def refuse_script_settings(config: RunConfig, command: list[str]) -> None:
+def _refuse_script_settings(config: RunConfig, command: list[str] | None) -> None:
     """Refuse settings that a user's script decides itself."""
+    if command is None:
+        return
     for name in given(config, tuple(name for name in SCRIPT_DECIDES if name not in ("workers", "recovery"))):
         script = command[0] if command else "your script"
         raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)}: {script} decides that; leave it out")
@@ -139,7 +149,7 @@ def shard_verb(arguments: list[str]) -> int:
     parser.add("--listen", "address for workers [the interface that reaches the server]", metavar="HOST:PORT")
     parser.add("--once", "end when the server is gone, instead of waiting until it is back", action="store_true")
     parsed = parser.parse_strictly(arguments)
-    from paceline.runtimes.cluster.serve import join_as_shard
+    from paceline.runtimes.cluster.join import join_as_shard
 
     listen, once = vars(parsed).pop("listen"), vars(parsed).pop("once")
     with Console() as console:
@@ -159,7 +169,7 @@ def worker_verb(arguments: list[str]) -> int:
     script = "file of the run's script on this machine [the same path as on the server's]"
     parser.add("--script", script, metavar="FILE")
     parsed = parser.parse_strictly(arguments)
-    from paceline.runtimes.cluster.serve import join_server
+    from paceline.runtimes.cluster.join import join_server
 
     with Console() as console:
         return 0 if join_server(_connect_options(parsed), console) else 1

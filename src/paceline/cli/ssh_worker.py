@@ -15,7 +15,7 @@ import time
 from paceline.cli.main import main
 from paceline.transports.auth import TOKEN_VARIABLE
 
-ENDING_SECONDS = 5.0
+PUSH_SECONDS, ENDING_SECONDS = 0.5, 5.0
 
 
 def read_line() -> str:
@@ -30,8 +30,9 @@ def end_with_standard_input() -> None:
     """Send SIGTERM to this process when standard input closes, and exit if that does not end it."""
     while os.read(0, 1 << 12):
         pass
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(ENDING_SECONDS)
+    for seconds in (PUSH_SECONDS, ENDING_SECONDS):  # after the first signal a worker may finish its push
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(seconds)
     os._exit(1)
 
 

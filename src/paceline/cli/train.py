@@ -43,6 +43,8 @@ def _add_engines(parser: Parser) -> None:
     _add_places(parser)
     parser.add("--skip-failed", "with --hosts: skip hosts that fail a check", "several machines", action="store_true")
     parser.add("--engine", "ray: run server and workers as actors of a Ray cluster", "several machines", metavar="NAME")
+    gpus = "with --engine ray: each worker computes on this part of a GPU, as in 1 or 0.5 [no GPU]"
+    parser.add("--gpus-per-worker", gpus, "several machines", type=float, metavar="N")
 
 
 def _train(config: RunConfig, parsed: argparse.Namespace, command: list[str] | None = None) -> int:
@@ -71,6 +73,9 @@ def _check_places(parsed: argparse.Namespace, rank: Rank | None) -> None:
     placed = f"--engine {engine}" if engine is not None else f"--hosts {parsed.hosts}" if parsed.hosts else None
     if placed is not None and rank is not None:
         raise UserError(f"{placed} starts its own workers: leave the launcher (torchrun, srun) out")
+    if engine is None and getattr(parsed, "gpus_per_worker", None) is not None:
+        what = f"--gpus-per-worker {parsed.gpus_per_worker:g} is what Ray gives to each worker"
+        raise UserError(f"{what}: add --engine ray; without Ray, --device cuda computes on a GPU")
     for flag in ("skip_failed", "listen", "tls", "plain"):
         launched = flag in ("tls", "plain") and (engine is not None or rank is not None)
         if getattr(parsed, flag, None) and parsed.hosts is None and not launched:
@@ -92,7 +97,7 @@ def _train_somewhere(
     if parsed.engine is not None:
         from paceline.runtimes.cluster.ray import train_on_ray
 
-        return train_on_ray(config, console, chosen_tls(parsed), command)
+        return train_on_ray(config, console, chosen_tls(parsed), parsed.gpus_per_worker, command)
     from paceline.launch import train
 
     return train(config, console, rank, chosen_tls(parsed), command)

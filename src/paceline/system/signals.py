@@ -60,6 +60,25 @@ def handle_signals(handler: Handler) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def leave_signal(seconds: float) -> Iterator[Callable[[], bool]]:
+    """Yield whether a first SIGTERM asked to leave. A second one, Ctrl-C or `seconds` raise KeyboardInterrupt."""
+    asked: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if asked or number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.append(number)
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM is one of INTERRUPT_SIGNALS
+
+    try:
+        with handle_signals(handler):
+            yield lambda: bool(asked)
+    finally:
+        if asked:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+@contextlib.contextmanager
 def stop_signals(report: Report, react: Callable[[str], None] | None = None) -> Iterator[list[str]]:
     """Collect Ctrl-C and SIGTERM as reasons to stop, polled between steps; a second Ctrl-C raises at once."""
     reasons: list[str] = []

@@ -13,7 +13,7 @@ import pytest
 from paceline.config import RunConfig, to_dict
 from paceline.errors import UserError
 from paceline.reports.console import Console
-from paceline.runtimes.cluster.serve import join_server
+from paceline.runtimes.cluster.join import join_server
 from paceline.settings.resolve import resolve
 from paceline.transports import auth
 from paceline.transports.auth import (

@@ -18,7 +18,7 @@ from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.cluster import worker
 from paceline.runtimes.cluster.credentials import ListenOptions, as_before, make_credentials, server_of_run
-from paceline.runtimes.cluster.serve import join_server
+from paceline.runtimes.cluster.join import join_server
 from paceline.system.strict_json import to_json
 from paceline.transports.auth import ConnectOptions, make_token, read_only, tls_of, write_secret
 from paceline.transports.handshake import TlsExpected

@@ -168,7 +168,9 @@ def test_a_host_with_everything_lacks_nothing() -> None:
 
 
 def test_a_tasks_file_must_be_the_same() -> None:
-    wanted = Requirements("0.1.0", "2.13.0", "c0de", None, {"file": "/my/task.py", "digest": "12"})
+    wanted = Requirements(
+        "0.1.0", "2.13.0", "c0de", None, {"kind": "task's file", "file": "/my/task.py", "digest": "12"}
+    )
     assert lack(HostLine("n"), {**FOUND, "task": "12"}, wanted) is None
     assert "/my/task.py is not there" in str(lack(HostLine("n"), FOUND, wanted))
     assert "/my/task.py differs" in str(lack(HostLine("n"), {**FOUND, "task": "13"}, wanted))

@@ -29,7 +29,13 @@ class Started(Exception):
     """The server would run now."""
 
 
-def serve(config: RunConfig, options: ListenOptions, console: Console, tell: Callable[[Listening], None]) -> None:
+def serve(
+    config: RunConfig,
+    options: ListenOptions,
+    console: Console,
+    tell: Callable[[Listening], None],
+    command: list[str] | None = None,
+) -> None:
     """Decide as a server does, and tell the workers."""
     tell(Listening("0.0.0.0:7000", wants_tls(options.tls, options.address), lambda reason: None))
     raise Started

@@ -35,6 +35,7 @@ class ListenOptions:
     servers: int | None = None  # how many servers share the weights; None: one, or as many as before
     elsewhere: bool = False  # whether the other servers are started by the user, on other machines
     wait: float | None = None  # seconds that all workers have to join; None: no limit
+    supervised: bool = False  # whether this command is started again: a signal then ends it, and not the run
 
     @property
     def num_servers(self) -> int:

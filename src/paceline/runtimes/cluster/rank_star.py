@@ -13,7 +13,8 @@ from paceline.errors import PacelineError, RunFailed, UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.cluster.credentials import ListenOptions
-from paceline.runtimes.cluster.serve import Listening, Outcome, join_server, serve, work_in_process
+from paceline.runtimes.cluster.join import join_server, work_in_process
+from paceline.runtimes.cluster.serve import Listening, Outcome, serve
 from paceline.settings.ranks import Rank
 from paceline.transports.auth import TOKEN_VARIABLE, ConnectOptions, make_token
 from paceline.transports.connection import parse_address

@@ -16,15 +16,17 @@ from paceline.data.datasets import resolve_dataset
 from paceline.errors import PacelineError, RunFailed, UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder, free_name, require_survivors
+from paceline.runtimes.cluster import join
 from paceline.runtimes.cluster import serve as network
 from paceline.runtimes.cluster.credentials import ListenOptions
+from paceline.runtimes.cluster.ray_placement import SERVER_CPUS, WorkerResources, placement
 from paceline.runtimes.cluster.serve import Listening, Outcome
+from paceline.runtimes.scripts.launch import settings_of_script
 from paceline.settings.resolve import resolve
 from paceline.system.signals import stop_signals
 from paceline.transports.auth import TOKEN_VARIABLE, ConnectOptions, make_token, wants_tls
 
 MAX_RESTARTS = 10
-PLACING_SECONDS = 60.0
 START_SECONDS = 300.0
 LOOK_SECONDS = 0.25
 MAX_ROWS = 1000
@@ -53,9 +55,9 @@ class RelayConsole(Console):
 class ServerActor:
     """Serves one run. If Ray restarts it, it resumes from the run's folder, at the same address."""
 
-    def __init__(self, config: dict[str, Any], listen: str, token: str, tls: bool) -> None:
+    def __init__(self, config: dict[str, Any], listen: str, token: str, tls: bool, command: list[str] | None) -> None:
         os.environ[TOKEN_VARIABLE] = token
-        self._config, self._listen, self._tls = from_dict(config), listen, tls
+        self._config, self._listen, self._tls, self._command = from_dict(config), listen, tls, command
         self._relay = RelayConsole()
         self._opened: Listening | None = None
         self._stop_reason: str | None = None
@@ -68,7 +70,8 @@ class ServerActor:
                 network.serve_again(folder.path, ListenOptions(tls=self._tls), self._relay, tell=self._open)
             else:
                 folder.discard_unstarted()
-                network.serve(self._config, ListenOptions(self._listen, tls=self._tls), self._relay, self._open)
+                options = ListenOptions(self._listen, tls=self._tls)
+                network.serve(self._config, options, self._relay, self._open, self._command)
         except PacelineError as error:
             return {"failed": str(error), "code": error.exit_code}
         return {}
@@ -96,14 +99,15 @@ class WorkerActor:
     def __init__(self, token: str) -> None:
         os.environ[TOKEN_VARIABLE] = token
 
-    def work(self, connect: str, tls: bool, data_dir: str | None, threads: int, worker: int) -> str | None:
+    def work(self, options: ConnectOptions) -> str | None:
         """Work until training is over. Return the reason if the worker ends before that."""
         try:
-            options = ConnectOptions(connect, tls=tls, data_dir=data_dir, threads=threads, worker=worker)
-            over = network.join_server(options, Console(quiet=True))
+            if options.script is not None:  # in a process: the server may have to start it again
+                return None if join.work_in_process(options) else "its script failed: see Ray's logs"
+            over = join.join_server(options, Console(quiet=True))
         except PacelineError as error:
             return str(error)
-        return None if over else f"the server at {connect} is gone"
+        return None if over else f"the server at {options.connect} is gone"
 
     def pid(self) -> int:
         """The id of the actor's process."""
@@ -120,12 +124,27 @@ def require_ray() -> Any:
     return ray
 
 
-def train_on_ray(config: RunConfig, console: Console, tls: bool | None = None) -> Outcome:
-    """Serve on this node, which keeps the run's folder, and work on nodes that Ray chooses."""
+def train_on_ray(
+    config: RunConfig,
+    console: Console,
+    tls: bool | None = None,
+    gpus_per_worker: float | None = None,
+    command: list[str] | None = None,
+) -> Outcome:
+    """Serve on this node, which keeps the run's folder, and work on nodes that Ray chooses.
+
+    The workers run `command` if it is given: a script has the same path on every node.
+    """
     given_threads = config.threads
-    config = resolve(replace(config, threads=config.threads or 1))
-    network.require_star(config, may_restart=False)
-    resolve_dataset(config)  # missing data is found before a process is started
+    config = replace(config, threads=config.threads or 1)
+    if command is None:
+        config = resolve(config)
+        resolve_dataset(config)  # missing data is found before a process is started
+    else:
+        resolved = settings_of_script(config, command)[0]
+        config, command = replace(config, workers=resolved.workers), [str(Path(command[0]).absolute()), *command[1:]]
+    each = _resources(config, gpus_per_worker, is_script=command is not None)
+    network.require_star(config if command is None else resolved, may_restart=False)
     ray = require_ray()
     if given_threads is None:
         console.note("each worker is given 1 CPU: --threads N for more")
@@ -134,8 +153,8 @@ def train_on_ray(config: RunConfig, console: Console, tls: bool | None = None) -
     config = replace(config, name=name, runs=str(Path(config.runs).absolute()))
     if folder.path.exists():
         raise UserError(f"{folder.path} exists already: choose another --name, or remove it")
-    with _cluster(ray) as address, _room(ray, config, address) as group:
-        actors = RayActors(ray, config, address, group, console, tls)
+    with _cluster(ray) as address, placement(ray, config.workers or 1, each, address) as group:
+        actors = RayActors(ray, config, each, address, group, console, tls, command)
         actors.start()
         answer = actors.follow()
     if "failed" in answer:
@@ -147,6 +166,20 @@ def train_on_ray(config: RunConfig, console: Console, tls: bool | None = None) -
         raise RunFailed(f"{folder.path} holds no result although its server finished: was it removed?")
     require_survivors(result, folder)
     return folder, result
+
+
+def _resources(config: RunConfig, gpus_per_worker: float | None, is_script: bool) -> WorkerResources:
+    """What each worker gets. Raise UserError if the run cannot have workers on GPUs."""
+    if config.device != "cpu":
+        what = f"--device {config.device}: under --engine ray each worker gets a GPU, or a part of one, from Ray"
+        raise UserError(f"{what}; write --gpus-per-worker 1 instead")
+    if gpus_per_worker == 0.0:
+        raise UserError("--gpus-per-worker 0 is a worker without a GPU: leave it out")
+    each = WorkerResources(config.threads or 1, gpus_per_worker or 0.0)
+    if each.gpus and config.recovery == "log" and not is_script:
+        what = f"--gpus-per-worker {each.gpus:g}: after a crash the server cannot recompute a GPU's pushes bit for bit"
+        raise UserError(f"{what}; add --recovery checkpoint")
+    return each
 
 
 @contextlib.contextmanager
@@ -168,42 +201,35 @@ def _cluster(ray: Any) -> Iterator[str]:
             ray.shutdown()
 
 
-@contextlib.contextmanager
-def _room(ray: Any, config: RunConfig, address: str) -> Iterator[Any]:
-    """Reserve CPUs for the server on this node, and for each worker, spread over nodes."""
-    threads, workers = config.threads or 1, config.workers or 1
-    bundles = [{"CPU": 1.0, f"node:{address}": 0.001}, *({"CPU": float(threads)} for _ in range(workers))]
-    group = ray.util.placement_group(bundles, strategy="SPREAD")
-    try:
-        if not group.wait(PLACING_SECONDS):
-            wanted = f"a server (1 CPU, on this node) and {workers} workers of {threads} CPU"
-            what = f"Ray found no room within {PLACING_SECONDS:g} s for {wanted}"
-            raise UserError(f"{what}: ask for fewer --workers or --threads, or see 'ray status'")
-        yield group
-    finally:
-        ray.util.remove_placement_group(group)
-
-
 class RayActors:
     """The actors of one run, followed to its end."""
 
     def __init__(
-        self, ray: Any, config: RunConfig, address: str, group: Any, console: Console, tls: bool | None
+        self,
+        ray: Any,
+        config: RunConfig,
+        each: WorkerResources,
+        address: str,
+        group: Any,
+        console: Console,
+        tls: bool | None,
+        command: list[str] | None,
     ) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._ray, self._config, self._console = ray, config, console
+        self._ray, self._config, self._each, self._console = ray, config, each, console
+        self._script = command[0] if command is not None else None
         self._tls = wants_tls(tls, f"{address}:0")
         self._token = os.environ.get(TOKEN_VARIABLE) or make_token().decode()
         place = PlacementGroupSchedulingStrategy
         lives = {"max_restarts": MAX_RESTARTS, "max_task_retries": MAX_RESTARTS}
-        server_class = ray.remote(**lives, max_concurrency=3)(ServerActor)
-        worker_class = ray.remote(**lives, max_concurrency=2)(WorkerActor)
-        server_options = server_class.options(num_cpus=1, scheduling_strategy=place(group, 0))
-        self.server = server_options.remote(to_dict(config), f"{address}:0", self._token, self._tls)
-        threads = config.threads or 1
+        worker_lives = {**lives, "num_cpus": each.bundle["CPU"], "num_gpus": each.gpus}
+        server_class = ray.remote(**lives, num_cpus=SERVER_CPUS, max_concurrency=3)(ServerActor)
+        worker_class = ray.remote(**worker_lives, max_concurrency=2)(WorkerActor)
+        server_options = server_class.options(scheduling_strategy=place(group, 0))
+        self.server = server_options.remote(to_dict(config), f"{address}:0", self._token, self._tls, command)
         self.workers = [
-            worker_class.options(num_cpus=threads, scheduling_strategy=place(group, 1 + worker)).remote(self._token)
+            worker_class.options(scheduling_strategy=place(group, 1 + worker)).remote(self._token)
             for worker in range(config.workers or 1)
         ]
         self._ended = self.server.serve.remote()
@@ -219,9 +245,12 @@ class RayActors:
             if time.monotonic() > deadline:
                 raise RunFailed(f"the server did not listen within {START_SECONDS:g} s: see Ray's logs")
             address = self._look()
-        config, threads = self._config, self._config.threads or 1
+        each, data_dir = self._each, self._config.data_dir
+        device = each.device if self._script is None else "cpu"  # a script chooses its device itself
+        options = ConnectOptions(address, tls=self._tls, data_dir=data_dir, threads=each.threads, device=device)
+        options = replace(options, script=self._script)
         for worker, actor in enumerate(self.workers):
-            self._works[actor.work.remote(address, self._tls, config.data_dir, threads, worker)] = worker
+            self._works[actor.work.remote(replace(options, worker=worker))] = worker
 
     def follow(self) -> dict[str, Any]:
         """Show the server's rows until the run has ended. Return the server's answer."""

@@ -1,7 +1,8 @@
-"""`paceline server` and `paceline worker`: a run whose workers connect over the network."""
+"""`paceline server`: serve a run to workers that connect over the network."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
@@ -10,27 +11,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.assembly.preflight import provenance, startup_warnings
-from paceline.config import RunConfig, is_script
-from paceline.data.datasets import Dataset, Location, load, locate_data, resolve_dataset
+from paceline.config import FIELDS, SCRIPT_DECIDES, SCRIPT_MAY_DECIDE, UPKEEP, RunConfig, is_script, to_dict
+from paceline.data.datasets import Location, load, locate_data, resolve_dataset
 from paceline.errors import ServerLost, UserError
 from paceline.reports.console import Console
 from paceline.runs.arrival_log import next_incarnation
 from paceline.runs.durable_files import write_atomically
 from paceline.runs.folder import RunFolder, new_folder, require_survivors
 from paceline.runs.recording import ScriptCall
-from paceline.runtimes.cluster.credentials import PLAIN_WARNING, Credentials, ListenOptions, as_before, make_credentials
+from paceline.runtimes.cluster.credentials import Credentials, ListenOptions, as_before, make_credentials
 from paceline.runtimes.scripts.launch import script_to_resume, settings_of_script
 from paceline.runtimes.scripts.remote.code import ServedScript
-from paceline.runtimes.sharded.processes import ShardProcesses, serve_part
+from paceline.runtimes.sharded.processes import ShardProcesses
 from paceline.runtimes.sharded.spans import require_cuttable
 from paceline.settings.resolve import check_names, refuse_simulated, resolve
 from paceline.settings.strategies import Feature, require_feature
 from paceline.system.signals import stop_signals
 from paceline.system.strict_json import seal, to_json
-from paceline.transports.auth import ConnectOptions, tls_of, token_of
 from paceline.transports.connection import ANYWHERE, is_loopback, parse_address
-from paceline.transports.handshake import TlsExpected
-from paceline.transports.tls import Tls, worker_tls
 
 if TYPE_CHECKING:
     from paceline.runtimes.server.remote_service import ForegroundChannel
@@ -110,6 +108,43 @@ def _require_one_server(options: ListenOptions) -> None:
     if options.num_servers > 1:
         what = f"--servers {options.num_servers}: one server holds all weights of users' own loops"
         raise UserError(f"{what}; leave it out, or train a task ('paceline server --task')")
+
+
+def serve_or_resume(
+    config: RunConfig, options: ListenOptions, console: Console, command: list[str] | None = None
+) -> Outcome:
+    """Serve the run of this name as a supervisor restarts it: start it, resume it, or return the result it ended with.
+
+    A signal ends this process and not the run: workers wait for the next one.
+    """
+    if config.name is None:
+        raise UserError("--continue finds a run by its folder: add --name NAME")
+    if config.restart:
+        what = f"--restart {config.restart} and --continue both start a server again"
+        raise UserError(f"{what}: leave out --continue, or --restart if another program starts this command again")
+    options, folder = dataclasses.replace(options, supervised=True), RunFolder(Path(config.runs) / config.name)
+    if not folder.has_log:
+        folder.discard_unstarted()
+        return serve(config, options, console, command=command)
+    _require_same_settings(config, folder, command)
+    result = folder.result()
+    if result is not None and result["status"] != "stopped":
+        return folder, result
+    if options.listen is not None and parse_address(options.listen)[1] == 0:
+        options = dataclasses.replace(options, listen=None)  # workers know the free port of the first start
+    return serve_again(folder.path, options, console, {name: getattr(config, name) for name in UPKEEP})
+
+
+def _require_same_settings(config: RunConfig, folder: RunFolder, command: list[str] | None) -> None:
+    """Raise UserError if a run was started with other settings of its training than it is to be continued with."""
+    resolved = resolve_dataset(resolve(config))[0] if command is None else settings_of_script(config, command)[0]
+    asked, before = to_dict(resolved), to_dict(folder.config())
+    ours = ["threads"] if config.threads is None else []  # by default as many as this machine has
+    ours += [*SCRIPT_DECIDES, *SCRIPT_MAY_DECIDE] if command is not None else []
+    for name in FIELDS:
+        if name not in (*UPKEEP, *ours) and asked[name] != before[name]:
+            what = f"{folder.path} was started with {name} = {before[name]!r}, and {asked[name]!r} is asked"
+            raise UserError(f"{what}: --continue needs the same settings; choose another --name for a new run")
 
 
 def require_star(config: RunConfig, may_restart: bool) -> None:
@@ -210,7 +245,7 @@ def _serve_task(
             for warning in startup_warnings(config, location):
                 console.note(warning)
         service = shards.service(host, peers, line, console, options.wait)
-        with stop_signals(console.report, line.stop):
+        with _stopping(order, line):
             _announce(order, own, listener, line, shards.known)
             with torch.inference_mode():
                 service.run()
@@ -235,7 +270,7 @@ def _serve_loops(
     incarnation = next_incarnation(folder.arrivals_file, config)[0] if order.resume else 0
     run, welcome = UnstartedRun(config, folder, incarnation), {"script": order.script.to_fields()}
     introductions = Introductions(run, listener, line, welcome, order.options.wait)
-    with stop_signals(order.console.report, line.stop):
+    with _stopping(order, line):
         _announce(order, own, listener, line, {})
         introductions.gather()
         host, service = introductions.begin(facts, order.resume)
@@ -244,6 +279,11 @@ def _serve_loops(
         result = finish_loops(host)
     service.observers.end()
     return result
+
+
+def _stopping(order: _ServeOrder, line: ForegroundChannel) -> contextlib.AbstractContextManager[object]:
+    """Let a signal stop the run; if a supervisor restarts this command, it ends the process alone."""
+    return contextlib.nullcontext() if order.options.supervised else stop_signals(order.console.report, line.stop)
 
 
 def _announce(
@@ -260,86 +300,3 @@ def _announce(
     order.console.note(f"serving at {listener.address}{how}")
     if tell is not None:
         tell(Listening(listener.address, own.tls is not None, line.stop))
-
-
-def join_server(options: ConnectOptions, console: Console) -> bool:
-    """Work for a server until its run is over. Return False if the server is gone before that."""
-    if options.threads is not None and options.threads < 1:
-        raise UserError(f"--threads {options.threads}: a worker needs at least one")
-    if options.overlap < 0:
-        raise UserError(f"--overlap {options.overlap}: write how many further workers this process is, 0 or more")
-    _require_device(options.device)
-    from paceline.runtimes.cluster.worker import ServerAddress, WorkerOptions, work
-    from paceline.runtimes.scripts.remote.client import StartAgain
-    from paceline.runtimes.scripts.remote.worker import WorkerCommand
-
-    server = ServerAddress(options.connect, token_of(options), tls_of(options), options.patience)
-    machine = options.data_dir, options.threads, options.worker
-    own = WorkerOptions(*machine, options.overlap, options.device, options.script)
-    command = WorkerCommand.of(worker_flags(options), server.token)
-    _warn_of_plain(options, console)
-    try:
-        return _over(options, lambda tls: work(dataclasses.replace(server, tls=tls), own, _load, console.note, command))
-    except StartAgain as again:
-        assert isinstance(again.code, int)
-        what = f"the server was restarted or took worker {again.code} for lost"
-        console.note(f"{what}: its script starts again")
-        console.close()
-        command.replace_process(again.code)
-    return False
-
-
-def work_in_process(options: ConnectOptions) -> bool:
-    """Work for a server whose run has a script, in a process that ends with this one. Return whether it succeeded."""
-    from paceline.runtimes.scripts.remote.worker import WorkerCommand, work_in_processes
-
-    return work_in_processes(WorkerCommand.of(worker_flags(options), token_of(options)), [options.worker])
-
-
-def worker_flags(options: ConnectOptions) -> list[str]:
-    """The flags of `paceline worker` that say the same, without a number, `--overlap` and the token."""
-    values = {"--connect": options.connect, "--patience": options.patience, "--threads": options.threads}
-    values |= {"--fingerprint": options.fingerprint, "--ca": options.ca, "--script": options.script}
-    encrypts = {True: ["--tls"], False: ["--plain"], None: []}[options.tls]
-    given = [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
-    return [*given, *(encrypts if options.fingerprint is None and options.ca is None else [])]
-
-
-def _over(options: ConnectOptions, join: Callable[[Tls | None], bool]) -> bool:
-    """Join with or without TLS. Change to TLS if the server expects it and the user has not chosen."""
-    try:
-        return join(tls_of(options))
-    except TlsExpected:  # a server for other machines, reached over loopback
-        if options.tls is not None:
-            raise
-        return join(worker_tls())
-
-
-def _warn_of_plain(options: ConnectOptions, console: Console) -> None:
-    if options.tls is False and not is_loopback(parse_address(options.connect)[0]):
-        console.note(PLAIN_WARNING)
-
-
-def _require_device(device: str) -> None:
-    name, _, number = device.partition(":")
-    if device == "cpu":
-        return
-    if name != "cuda" or (number and not number.isdecimal()) or device.endswith(":"):
-        raise UserError(f"--device {device}: a worker computes on cpu, cuda or one of several as in cuda:1")
-    import torch
-
-    if not torch.cuda.is_available() or int(number or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count() if torch.cuda.is_available() else "no"
-        raise UserError(f"--device {device}: this machine has {found} CUDA devices that torch can use")
-
-
-def join_as_shard(options: ConnectOptions, listen: str | None, once: bool, console: Console) -> bool:
-    """Serve a part of a run until it is over. Return False if its first server is gone before that."""
-    token = token_of(options)
-    _warn_of_plain(options, console)
-    return _over(options, lambda tls: serve_part(options.connect, listen, token, tls, options.patience, once, console))
-
-
-def _load(config: RunConfig) -> Dataset | None:
-    location = locate_data(config)
-    return load(location) if location is not None else None

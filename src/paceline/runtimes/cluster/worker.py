@@ -32,12 +32,14 @@ from paceline.settings.resolve import check_names
 from paceline.system.cpu import cores
 from paceline.system.environment import package_version
 from paceline.system.memory import keep_freed_memory
+from paceline.system.signals import leave_signal
 from paceline.system.terminal import printable
 from paceline.tasks.host_staging import pinned_memory
 from paceline.transports.handshake import ConnectionReport
 from paceline.transports.protocol import Timing
 from paceline.transports.tls import Tls, worker_tls
 
+LEAVE_SECONDS = 10.0  # how long a worker that got SIGTERM may take for its push
 JOIN_SECONDS = 30.0  # how long to try to join: the server may be starting, or evaluating its model
 Load: TypeAlias = Callable[[RunConfig], Dataset | None]
 BlockingCall: TypeAlias = Callable[[], None]
@@ -83,13 +85,15 @@ def work(
 ) -> bool:
     """Work until training is over. Return False if the server went away before.
 
-    `command` starts another worker like this one: a run of a user's script has one in each process.
+    On SIGTERM it finishes its push, leaves the run and raises KeyboardInterrupt. `command` starts another worker like
+    this one: a run of a user's script has one in each process.
     """
     keep_freed_memory()
     if ":" in options.device:
         torch.cuda.set_device(options.device)
-    context = WorkerContext(options, load, say)
     with contextlib.ExitStack() as stack:
+        is_leaving = stack.enter_context(leave_signal(LEAVE_SECONDS))
+        context = WorkerContext(options, load, say, is_leaving)
         numbers = range(options.overlap + 1)
         clients = [stack.enter_context(contextlib.closing(connection.open(context.report_of))) for _ in numbers]
         welcome = context.apply(clients[0], 0)
@@ -107,6 +111,8 @@ def work(
             while call is not None:
                 call()
                 call = slots[0].advance()
+    if is_leaving() and not all(slot.has_finished for slot in slots):
+        raise KeyboardInterrupt
     return all(slot.has_finished for slot in slots)
 
 
@@ -123,6 +129,7 @@ def _work_in_script(
         first = options.worker
         return work_in_processes(command, [first if first is None else first + n for n in range(options.overlap + 1)])
     assert isinstance(client.first, LoopClient)
+    client.first.is_leaving = context.is_leaving
     config = replace(_config_of(welcome["config"]), threads=context.threads)
     work_in_script(client.first, welcome, config, options.script, context.say)
     return True
@@ -175,8 +182,10 @@ def _caller(slot: PipelineSlot, turns: Turns) -> Iterator[Calls]:
 class WorkerContext:
     """What the workers of this process share: the data, loaded once, and the settings of this machine."""
 
-    def __init__(self, options: WorkerOptions, load: Load, say: Callable[[str], None]) -> None:
-        self.options, self._load, self.say = options, load, say
+    def __init__(
+        self, options: WorkerOptions, load: Load, say: Callable[[str], None], is_leaving: Callable[[], bool]
+    ) -> None:
+        self.options, self._load, self.say, self.is_leaving = options, load, say, is_leaving
         self.report_of = functools.cache(functools.partial(ConnectionReport, say))
         self.threads = options.threads or cores()
         self._loaded: tuple[RunConfig, Dataset | None] | None = None
@@ -247,6 +256,9 @@ class PipelineSlot:
         if self._reply is None or self._reply.finished:
             self.has_finished = self._reply is not None
             self._say_end()
+            return None
+        if self._context.is_leaving():
+            self._context.say(f"worker {self._loop.instance.join.worker} was terminated: it leaves after its push")
             return None
         self._push = self._loop.step(self._reply)
         return self.exchange

@@ -28,6 +28,8 @@ class StartAgain(SystemExit):
 class LoopClient(TcpClient, ScriptTransport):
     """A worker's connection to the server of users' own loops."""
 
+    is_leaving: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether this process was asked to leave the run: it does, by KeyboardInterrupt, after its push."""
     _num_requests = 0
     _initial_state: tuple[State, State] = ({}, {})
 
@@ -47,9 +49,12 @@ class LoopClient(TcpClient, ScriptTransport):
     def exchange(self, push: Push, timing: Timing) -> Reply | None:
         """Send a push and wait for its reply. Return None if the server is gone for good."""
         try:
-            return self._unless_refused(super().exchange(push, timing))
+            reply = self._unless_refused(super().exchange(push, timing))
         except UnknownWorker:
             raise StartAgain from None
+        if self.is_leaving():
+            raise KeyboardInterrupt
+        return reply
 
     def read_weights(self, final: bool) -> bool | None:
         """Get the weights that would be saved now into this worker's buffers. Return whether they are averaged."""
