@@ -187,11 +187,14 @@ def _keep_serving(order: _ServeOrder) -> dict[str, Any]:
     from paceline.runtimes.local.restart import keep_going
 
     def live(again: bool) -> None:
-        options = order.options
+        options, settings, script = order.options, config, order.script
         if again:
             options = as_before(dataclasses.replace(options, listen=None), folder, console.note)
+        if again and script is not None:  # its server has added to the config what the script decides
+            settings, script = folder.config(), dataclasses.replace(script, typed=frozenset())
+        known = dataclasses.replace(order, config=settings, options=options, script=script)
         with console:
-            _serve(dataclasses.replace(order, options=options, tell=None, resume=order.resume or again))
+            _serve(dataclasses.replace(known, tell=None, resume=order.resume or again))
 
     def lost(what: str) -> ServerLost | None:
         return ServerLost(what, folder.resume_hint(config)) if folder.has_log else None
