@@ -135,6 +135,8 @@ def worker_verb(arguments: list[str]) -> int:
     parser = Parser("worker", WORKER_DESCRIPTION, "paceline worker --connect HOST:PORT|--run RUN [flags]")
     _add_connection(parser)
     parser.add("--data-dir", "folder that holds the data set on this machine", metavar="DIR")
+    weights = "this machine's copy of the server's --weights FILE, if it is elsewhere"
+    parser.add("--weights", weights, metavar="FILE")
     parser.add("--threads", "threads of this worker [all cores]", type=int, metavar="N")
     device = "cpu, cuda or cuda:N; with cuda the server needs --recovery checkpoint [%(default)s]"
     parser.add("--device", device, metavar="NAME", default="cpu")

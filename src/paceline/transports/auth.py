@@ -177,6 +177,7 @@ class ConnectOptions:
     worker: int | None = None
     overlap: int = 0
     device: str = "cpu"
+    weights: str | None = None  # this machine's copy of the file that the run begins from
 
 
 def token_of(options: ConnectOptions) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.config import RunConfig
@@ -107,7 +108,8 @@ def _follow(config: RunConfig, rank: Rank, store: RendezvousStore, console: Cons
             if news["token"] is not None:
                 os.environ[TOKEN_VARIABLE] = news["token"]
             where, data_dir, worker = news["address"], config.data_dir, rank.number - 1
-            options = ConnectOptions(where, None, news["tls"], data_dir=data_dir, threads=config.threads, worker=worker)
+            reached = ConnectOptions(where, None, news["tls"], data_dir=data_dir, worker=worker)
+            options = replace(reached, threads=config.threads, weights=config.weights)
             if not join_server(options, console):
                 raise RunFailed(f"rank {rank.number} lost the server of rank 0: its own output says why")
             news = store.wait_for("result", RESULT_SECONDS)

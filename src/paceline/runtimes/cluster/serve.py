@@ -183,7 +183,8 @@ def join_server(options: ConnectOptions, console: Console) -> bool:
     from paceline.runtimes.cluster.worker import ServerAddress, WorkerOptions, work
 
     server = ServerAddress(options.connect, token_of(options), tls_of(options), options.patience)
-    own = WorkerOptions(options.data_dir, options.threads, options.worker, options.overlap, options.device)
+    placed = options.threads, options.worker, options.overlap, options.device
+    own = WorkerOptions(options.data_dir, *placed, weights=options.weights)
     _warn_of_plain(options, console)
     return _over(options, lambda tls: work(dataclasses.replace(server, tls=tls), own, _load, console.note))
 

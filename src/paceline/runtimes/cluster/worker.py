@@ -31,7 +31,9 @@ from paceline.system.cpu import cores
 from paceline.system.environment import package_version
 from paceline.system.memory import keep_freed_memory
 from paceline.system.terminal import printable
+from paceline.tasks.given_weights import read_given
 from paceline.tasks.host_staging import pinned_memory
+from paceline.tasks.supervised import SupervisedTask
 from paceline.transports.handshake import ConnectionReport
 from paceline.transports.protocol import Timing
 from paceline.transports.tcp_client import TcpClient
@@ -74,6 +76,7 @@ class WorkerOptions:
     worker: int | None = None
     overlap: int = 0
     device: str = "cpu"
+    weights: str | None = None
 
 
 def work(connection: ServerAddress, options: WorkerOptions, load: Load, say: Callable[[str], None]) -> bool:
@@ -161,6 +164,26 @@ class WorkerContext:
             self._loaded = config, self._load(config)
         return self._loaded
 
+    def make_task(self, config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
+        """Build the task of a run, from this machine's copy of the file of `--weights`, if the run has one.
+
+        The server sends all weights that are trained. A model without other tensors needs no copy.
+        """
+        if config.weights is None or self.options.weights is not None:
+            path = Path(self.options.weights) if self.options.weights is not None else None
+            return make_task(config, dataset, read_given(config, path))
+        try:
+            return make_task(config, dataset, read_given(config))
+        except UserError as error:
+            task, where = (
+                make_task(replace(config, weights=None), dataset),
+                "copy the file here, and give --weights FILE",
+            )
+            if task.flat.frozen() or task.state_size:
+                what = "this worker needs the file that the run begins from, for frozen weights and statistics"
+                raise UserError(f"{what} ({error}): {where}") from None
+            return task
+
 
 def _config_of(described: dict[str, Any]) -> RunConfig:
     """The settings in a server's welcome; ProtocolError if no server of this version sends such settings."""
@@ -190,7 +213,7 @@ class PipelineSlot:
         config, dataset = self._context.prepare(_config_of(described))
         self._server_report.run = printable(str(Path(config.runs) / (welcome.get("run") or "RUN")))
         device = prepare_device(config)
-        task = make_task(config, dataset).to(device)
+        task = self._context.make_task(config, dataset).to(device)
         self._transport.reach(welcome, task.layout.size, functools.partial(coding_of, config, task.layout))
         division = work_of(task, config)
         join, staged = make_join(config, division, worker, incarnation), device.type != "cpu"
