@@ -18,6 +18,7 @@ from paceline.settings.rules import chosen
 from paceline.settings.strategies import strategy_of
 from paceline.settings.warnings import advice
 from paceline.system.environment import git_state
+from paceline.system.sealed_weights import read_weights
 
 
 def require_device(config: RunConfig) -> None:
@@ -44,16 +45,21 @@ def _require_compiler(config: RunConfig) -> None:
         raise UserError("--compile on a GPU needs triton, which is missing: 'pip install triton', or leave it out")
 
 
-def require_fitting_weights(config: RunConfig, folder: RunFolder, info: DatasetInfo) -> None:
-    """Check that `--weights` fit a built-in model, from the shapes of its tensors alone."""
+def require_fitting_weights(config: RunConfig, folder: RunFolder, info: DatasetInfo | None) -> None:
+    """Check the run's copy of `--weights`, and that they fit a built-in model, from the shapes of its tensors alone.
+
+    A task of the user's own is built only where it is needed: there they are compared.
+    """
+    read_weights(folder.initial_file, config.weights_sha256)
+    if info is None:
+        return
     import torch
 
     from paceline.tasks.given_weights import read_given
 
-    given = read_given(config, folder.initial_file)
     with torch.device("meta"):
         model = make_model(config.model, info.image_shape, len(info.classes))
-    if given is not None:
+    if (given := read_given(config, folder.initial_file)) is not None:
         given.require_fit(model)
 
 

@@ -296,8 +296,8 @@ def train_on_processes(
     shared = SharedDataset(location, report) if location is not None else None
     if shared is not None:
         divide_work(shared.dataset.train_labels, config)  # refuses a division that fails before a process is started
-        if config.weights is not None:
-            require_fitting_weights(config, folder, shared.dataset.info)
+    if config.weights is not None:
+        require_fitting_weights(config, folder, shared.dataset.info if shared is not None else None)
     for line in startup_warnings(config, location):
         report({"kind": "note", "text": line})
     dataset, fds = (shared.spec(), shared.fds) if shared is not None else (None, [])
