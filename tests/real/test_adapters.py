@@ -21,7 +21,7 @@ def lora() -> dict[str, Any]:
     return runpy.run_path(str(LORA), run_name="lora")
 
 
-def check(folder: Path, lora: dict[str, Any], num_pushes: int) -> dict[str, Any]:
+def check(folder: Path, lora: dict[str, Any], num_pushes: int) -> None:
     """The bytes of all pushes are those of the adapters, and everything else is as it was."""
     torch.set_num_threads(1)
     begun = lora["with_adapters"](lora["pretrained"]())
@@ -36,7 +36,6 @@ def check(folder: Path, lora: dict[str, Any], num_pushes: int) -> dict[str, Any]
     begun.load_state_dict(saved, strict=True)
     whole = sum(p.numel() * p.element_size() for p in begun.parameters())
     assert 24 < whole / nbytes < 25  # the ratio that the docs name
-    return result
 
 
 def test_the_example_sends_only_adapters(tmp_path: Path, lora: dict[str, Any]) -> None:
@@ -48,15 +47,14 @@ def test_the_example_sends_only_adapters(tmp_path: Path, lora: dict[str, Any]) -
     assert result["reported"]["0"]["test_loss"] < 0.1
     runs = ("--runs", str(tmp_path / "runs"), "--threads", "1")
     began = ("--weights", str(tmp_path / "runs/it/weights.safetensors"), "--lr", "1e-30", "--average", "none")
-    simulate("--task", f"{LORA}:build", *began, *runs, "--steps", "1", "--name", "again")
+    simulate("--task", f"{LORA}:build", *began, *runs, "--steps", "1", "--score", "none", "--name", "again")
     first, again = (load_file(tmp_path / "runs" / name / "weights.safetensors") for name in ("it", "again"))
     assert {name: torch.equal(first[name], tensor) for name, tensor in again.items()} == dict.fromkeys(first, True)
 
 
 def test_a_task_with_frozen_parameters_sends_only_the_others(tmp_path: Path, lora: dict[str, Any]) -> None:
     flags = ("--task", f"{LORA}:build", "--threads", "1", "--optimizer", "adamw", "--lr", "0.01", "--strategy", "sync")
-    simulate(*flags, "--epochs", "3", "--runs", str(tmp_path), "--name", "it")
+    simulate(*flags, "--steps", "6", "--score", "none", "--runs", str(tmp_path), "--name", "it")
     result = result_of(tmp_path / "it")
     check(tmp_path / "it", lora, 2 * result["updates"] + result["late_pushes"])
-    assert result["test_loss"] < 0.1
     assert replays(tmp_path / "it")
