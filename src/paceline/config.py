@@ -246,7 +246,7 @@ class RunConfig:
         _sensible,
     )
     track: list[str] | None = _run(
-        None, "send metrics to csv, tensorboard, mlflow, wandb or MODULE:CLASS; may be repeated", metavar="NAME"
+        None, "send metrics to csv, tensorboard, mlflow, wandb, otel or MODULE:CLASS; may be repeated", metavar="NAME"
     )
     name: str | None = _run(None, "name of the run (default: strategy, model, workers and time)", _folder_name)
     runs: str = _run("runs", "folder that holds the runs", metavar="DIR")
