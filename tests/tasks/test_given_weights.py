@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,21 @@ def test_a_header_that_lies_about_a_tensor_is_one_line(tmp_path: Path) -> None:
     config = config_for(tmp_path / "w.safetensors")
     with pytest.raises(UserError, match="cannot be used"):
         read_given(config)
+
+
+def test_flipped_bits_of_a_header_never_end_in_a_traceback(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.randn(3, 4), "b": torch.ones(2, dtype=torch.int64)}, tmp_path / "good")
+    good, rng, refused = (tmp_path / "good").read_bytes(), random.Random(3), 0
+    for number in range(200):
+        content = bytearray(good)
+        content[rng.randrange(len(content) - 64)] ^= 1 << rng.randrange(8)
+        (path := tmp_path / str(number)).write_bytes(content)
+        try:
+            read_given(config_for(path))
+        except UserError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 100  # others changed a letter of a name, or spaces
 
 
 def test_a_file_with_a_header_as_long_as_a_pickle_begins_is_read(tmp_path: Path) -> None:

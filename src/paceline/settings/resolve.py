@@ -6,6 +6,7 @@ A setting with a notation of its own is parsed only if it was given: its default
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Callable
 from functools import cache
@@ -31,7 +32,7 @@ from paceline.settings.strategies import (
     require_feature,
     strategy_of,
 )
-from paceline.system.sealed_weights import read_weights, weights_file_sha256
+from paceline.system.sealed_weights import read_weights
 
 MODELS = {
     "lenet5": "paceline.models.lenet:LeNet5",
@@ -140,13 +141,8 @@ def _weights(config: RunConfig) -> dict[str, Any]:
             raise UserError(f"--{name.replace('_', '-')} is about the file of --weights: add --weights FILE")
         return {}
     path = Path(config.weights).absolute()
-    if not path.is_file():
-        read_weights(path)  # says what is wrong
-    there = path.stat()
-    found = weights_file_sha256(str(path), there.st_mtime_ns, there.st_size)
-    if config.weights_sha256 is not None and found != config.weights_sha256.lower():
-        read_weights(path, config.weights_sha256)
-    return {"weights": str(path), "weights_sha256": found}
+    content = read_weights(path, config.weights_sha256)
+    return {"weights": str(path), "weights_sha256": hashlib.sha256(content).hexdigest()}
 
 
 def _augment(config: RunConfig) -> str:

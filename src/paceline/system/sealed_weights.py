@@ -6,7 +6,6 @@ No torch here: `paceline list` checks files, and torch takes seconds to import.
 from __future__ import annotations
 
 import hashlib
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +55,6 @@ def read_weights(path: Path, sha256: str | None = None) -> bytes:
         what = f"weights {path} have the SHA-256 {found[:16]}..., not {sha256[:16]}..."
         raise UserError(f"{what}: the file was changed or replaced; give the one that was meant")
     return content
-
-
-@cache
-def weights_file_sha256(path: str, modified: int, nbytes: int) -> str:
-    """Hash a safetensors file once, as long as its time of modification and its size stay the same."""
-    return hashlib.sha256(read_weights(Path(path))).hexdigest()
 
 
 def _remedy(content: bytes, error: ValueError) -> str:

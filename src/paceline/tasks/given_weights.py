@@ -124,7 +124,10 @@ def read_given(config: RunConfig, path: Path | None = None) -> GivenWeights | No
     """Read the weights that a run begins from: those of `path`, which must be the file of the config; None if none."""
     if config.weights is None:
         return None
-    assert config.weights_sha256 is not None, "`resolve` fills it in"
+    if config.weights_sha256 is None:
+        raise UserError(
+            f"weights {printable(config.weights)} have no weights_sha256 beside them: the settings are damaged"
+        )
     path = path if path is not None else Path(config.weights)
     content = read_weights(path, config.weights_sha256)
     try:

@@ -29,7 +29,7 @@ from paceline.runtimes.server.service import SupervisorChannel
 from paceline.system.memory import keep_freed_memory, receive_fds
 from paceline.system.shared_segment import Segment
 from paceline.system.strict_json import to_json
-from paceline.tasks.given_weights import GivenWeights, read_given
+from paceline.tasks.given_weights import read_given
 
 _LARGEST = 1 << 16
 
@@ -94,13 +94,13 @@ def host(spec: dict[str, Any], fds: list[int]) -> int:
     """Run worker 0: wait for the others, train with them and keep the run folder."""
 
     def serve(control: SupervisorChannel) -> None:
-        dataset, given = _dataset(spec, fds), _given(spec)
-        place = _place(spec, dataset, given, 0)
+        dataset = _dataset(spec, fds)
+        place = _place(spec, dataset, 0)
         gathering = RingRendezvous(place, control)
         instance, folder = place.instance(gathering.ring), RunFolder(Path(spec["folder"]))
         to_folder = folder, control.send, LocalRuntime(place.put, way="waiting")
         pieces = place.server, place.task, place.work, place.config, *to_folder
-        hosting = start_host(pieces, dataset, given, spec["facts"], spec["resume"])
+        hosting = start_host(pieces, dataset, spec["facts"], spec["resume"])
         if spec["resume"]:
             hosting.checkpoint_now()  # the other workers start from it
         gathering.note_fault = hosting.note_fault
@@ -131,20 +131,17 @@ def _dataset(spec: dict[str, Any], fds: list[int]) -> Dataset | None:
     return attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
 
 
-def _given(spec: dict[str, Any]) -> GivenWeights | None:
-    return read_given(from_dict(spec["config"]), RunFolder(Path(spec["folder"])).initial_file)
-
-
-def _place(spec: dict[str, Any], dataset: Dataset | None, given: GivenWeights | None, worker: int) -> RingWorker:
+def _place(spec: dict[str, Any], dataset: Dataset | None, worker: int) -> RingWorker:
     keep_freed_memory()
     config = from_dict(spec["config"])
     torch.set_num_threads(config.threads or 1)
+    given = read_given(config, RunFolder(Path(spec["folder"])).initial_file)
     return RingWorker(config, make_task(config, dataset, given), worker, spec["incarnation"])
 
 
 def worker(spec: dict[str, Any], fds: list[int]) -> int:
     """Run any other worker until training is over or worker 0 is gone."""
-    place = _place(spec, _dataset(spec, fds), _given(spec), spec["worker"])
+    place = _place(spec, _dataset(spec, fds), spec["worker"])
     connection = socket.socket(fileno=fds[0])
     connection.send(to_json(identity_of(place.task)).encode())
     packet, passed = receive_fds(connection, _LARGEST, place.num_workers + 1)

@@ -29,7 +29,7 @@ from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import Runtime
 from paceline.runtimes.server.service import LocalPeers, Service, SupervisorChannel
 from paceline.system.memory import keep_freed_memory, raise_file_limit, require_memory
-from paceline.tasks.given_weights import GivenWeights, read_given
+from paceline.tasks.given_weights import read_given
 from paceline.tasks.supervised import SupervisedTask
 from paceline.transports.shared_memory import SharedBuffers
 
@@ -79,8 +79,7 @@ def make_host(
     resume: bool,
 ) -> Host:
     """Build the server of a run and start its host."""
-    given = read_given(config, folder.initial_file)
-    task = make_task(config, dataset, given)
+    task = make_task(config, dataset, read_given(config, folder.initial_file))
     work = work_of(task, config)
     server = make_server(config, task, work)
     if not resume:
@@ -88,17 +87,15 @@ def make_host(
     sizes = BufferSizes(task.layout.size, task.state_size, *server.codecs.capacities)
     require_memory(max_workers_of(config) * SharedBuffers.nbytes_for(sizes), "workers' weights")
     torch.set_num_threads(server_threads(config, task.layout))
-    return start_host((server, task, work, config, folder, report, runtime), dataset, given, facts, resume)
+    return start_host((server, task, work, config, folder, report, runtime), dataset, facts, resume)
 
 
-def start_host(
-    pieces: HostPieces, dataset: Dataset | None, given: GivenWeights | None, facts: dict[str, Any], resume: bool
-) -> Host:
+def start_host(pieces: HostPieces, dataset: Dataset | None, facts: dict[str, Any], resume: bool) -> Host:
     """Start the host of a new run, or of one rebuilt from its checkpoint and log."""
     server, task, work, config, folder, report, _ = pieces
 
     def instance(join: Join) -> LocalWorker:
-        return make_worker(config, make_task(config, dataset, given), work, join)
+        return make_worker(config, make_task(config, dataset, read_given(config, folder.initial_file)), work, join)
 
     rebuilt = rebuild(server, instance, task, config, folder, report) if resume else None
     host = Host(*pieces, rebuilt.now if rebuilt is not None else 0.0, facts)
