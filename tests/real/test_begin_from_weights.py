@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import json
 import signal
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import paceline
 from paceline.assembly.run import work_of
@@ -18,11 +18,10 @@ from paceline.assembly.task import make_task
 from paceline.cli.main import main
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.runs.folder import RunFolder
 from paceline.runtimes.cluster.worker import WorkerContext, WorkerOptions
 from paceline.settings.resolve import resolve
 from tests.support import normed_task
-from tests.support.cluster_commands import serve, workers
+from tests.support.cluster_commands import address_of, serve, workers
 from tests.support.commands import Command, replays, result_of, run, simulate, wait_for_records
 
 TASK = f"{Path(normed_task.__file__)}:build"
@@ -136,19 +135,36 @@ def test_a_run_is_resumed_without_the_file(stopped: Path) -> None:
     assert replays(stopped)
 
 
-def test_a_worker_elsewhere_takes_its_own_copy(tmp_path: Path, given: dict[str, torch.Tensor]) -> None:
-    (tmp_path / "there").mkdir()
-    shutil.copy(tmp_path / "given.safetensors", tmp_path / "there/copy.safetensors")
+def test_workers_over_tcp_take_their_own_copy_or_that_of_the_run(
+    tmp_path: Path, given: dict[str, torch.Tensor]
+) -> None:
     with ExitStack() as stack:
         server = serve(stack, tmp_path, *flags(tmp_path, "sync", "it", "--steps", "4"))
-        wait = RunFolder(tmp_path / "runs/it").server_file
-        there = workers(stack, tmp_path, 2, "--weights", "there/copy.safetensors")
-        assert wait.exists()
+        address_of(tmp_path / "runs/it")
+        (tmp_path / "given.safetensors").rename(tmp_path / "copy.safetensors")
+        (there,) = workers(stack, tmp_path, 1, "--weights", "copy.safetensors")
+        here = stack.enter_context(Command("worker", "--run", "runs/it", "--threads", "1", cwd=tmp_path))
         assert server.finish() == 0, server.err
-        assert [worker.finish() for worker in there] == [0, 0], there[0].err
+        assert [there.finish(), here.finish()] == [0, 0], there.err + here.err
+    (tmp_path / "copy.safetensors").rename(tmp_path / "given.safetensors")
     simulate(*flags(tmp_path, "sync", "simulated", "--steps", "4"))
     over_tcp, simulated = (result_of(tmp_path / "runs" / name) for name in ("it", "simulated"))
     assert over_tcp["weights_sha256"] == simulated["weights_sha256"]
+
+
+def test_what_was_not_loaded_is_told_and_recorded(
+    tmp_path: Path, given: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str]
+) -> None:
+    del given["3.weight"], given["3.bias"]
+    save_file({**given, "extra": torch.ones(2)}, tmp_path / "given.safetensors")
+    simulate(*flags(tmp_path, "sync", "it", "--steps", "1", "--weights-partial"))
+    said = "7 tensors loaded, not loaded: 2 missing in the file: 3.bias, 3.weight; 1 unknown to the model: extra"
+    assert said in " ".join(capsys.readouterr().err.split())
+    found = result_of(tmp_path / "runs/it")["initial_weights"]
+    assert (found["loaded"], found["missing"], found["unexpected"]) == (7, ["3.bias", "3.weight"], ["extra"])
+    rows = [json.loads(line) for line in (tmp_path / "runs/it/events.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if row["kind"] == "initial_weights"]
+    assert {name: row[name] for name in found} == found
 
 
 def test_a_worker_without_the_file_is_refused_only_if_its_model_needs_it(

@@ -135,7 +135,7 @@ def worker_verb(arguments: list[str]) -> int:
     parser = Parser("worker", WORKER_DESCRIPTION, "paceline worker --connect HOST:PORT|--run RUN [flags]")
     _add_connection(parser)
     parser.add("--data-dir", "folder that holds the data set on this machine", metavar="DIR")
-    weights = "this machine's copy of the server's --weights FILE, if it is elsewhere"
+    weights = "this machine's copy of the server's --weights FILE, if it is elsewhere [with --run: the run's own]"
     parser.add("--weights", weights, metavar="FILE")
     parser.add("--threads", "threads of this worker [all cores]", type=int, metavar="N")
     device = "cpu, cuda or cuda:N; with cuda the server needs --recovery checkpoint [%(default)s]"
@@ -144,8 +144,15 @@ def worker_verb(arguments: list[str]) -> int:
     overlap = "run D + 1 workers in this process: one computes while the push of another travels [%(default)s]"
     parser.add("--overlap", overlap, type=int, default=0, metavar="D")
     parsed = parser.parse_strictly(arguments)
+    from paceline.runs.folder import RunFolder
     from paceline.runtimes.cluster.serve import join_server
 
+    if (
+        parsed.run is not None
+        and parsed.weights is None
+        and (copy := RunFolder(Path(parsed.run)).initial_file).is_file()
+    ):
+        parsed.weights = str(copy)
     with Console() as console:
         return 0 if join_server(_connect_options(parsed), console) else 1
 
