@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import sys
 import tomllib
 from collections.abc import Callable, Iterable
@@ -94,6 +95,15 @@ class RunConfig:
     )
     task: str | None = _model(
         None, "your own task instead of model and dataset: MODULE:FUNCTION or FILE.py:FUNCTION", metavar="TASK"
+    )
+    weights: str | None = _model(
+        None, "begin from the weights in this safetensors file, such as weights.safetensors of a run", metavar="FILE"
+    )
+    weights_partial: bool | None = _model(
+        None, "load the tensors of --weights that fit by name and shape, and list the others (default: all must fit)"
+    )
+    weights_sha256: str | None = _model(
+        None, "refuse --weights unless the file has this SHA-256 (default: any; the run records it)", metavar="HEX"
     )
     strategy: str = _strategy(
         "async", "classic, sync, async, backup:B, bounded:S, allreduce, local:H, diloco:H or async-local:H"
@@ -236,7 +246,7 @@ class RunConfig:
         _sensible,
     )
     track: list[str] | None = _run(
-        None, "send metrics to csv, tensorboard, mlflow, wandb or MODULE:CLASS; may be repeated", metavar="NAME"
+        None, "send metrics to csv, tensorboard, mlflow, wandb, otel or MODULE:CLASS; may be repeated", metavar="NAME"
     )
     name: str | None = _run(None, "name of the run (default: strategy, model, workers and time)", _folder_name)
     runs: str = _run("runs", "folder that holds the runs", metavar="DIR")
@@ -283,7 +293,7 @@ SCRIPT_DECIDES = (
     *SIMULATED_ONLY,
     *("workers", "dataset", "model", "task", "data_dir", "batch_size", "device", "precision", "compile", "capture"),
     *("channels_last", "accumulate", "validation", "fold", "eval_every", "eval_train", "score", "target_accuracy"),
-    *("best", "recovery"),
+    *("best", "recovery", "weights_partial", "weights_sha256"),
 )
 """Settings that a user's own loop has no use for, or decides itself; `paceline run` has flags of its own for two."""
 SCRIPT_MAY_DECIDE = ("optimizer", "lr", "momentum", "nesterov", "betas", "weight_decay", "epochs", "epoch_mode")
@@ -304,6 +314,8 @@ _KINDS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": 
 def coerce(spec: dataclasses.Field[Any], value: Any) -> Any:
     """Convert a value to the type of its field, so that equal settings are written alike."""
     wanted = str(spec.type).partition(" ")[0]
+    if wanted == "str" and isinstance(value, os.PathLike):
+        return os.fspath(value)
     if wanted == "list[str]" and isinstance(value, str):
         return [value]
     if wanted.startswith("list") and isinstance(value, list | tuple):

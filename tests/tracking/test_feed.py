@@ -196,7 +196,9 @@ def test_a_tracker_that_is_not_there_is_said_before_anything_starts(
 @pytest.mark.parametrize("name", [name for name, found in TRACKERS.items() if found.needs is not None])
 def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.settings.imports.is_installed", lambda module: False)
-    with pytest.raises(UserError, match=f"tracker {name} needs the package {name}, which is not installed: pip inst"):
+    with pytest.raises(
+        UserError, match=f"tracker {name} needs the package {TRACKERS[name].needs}, which is not installed: pip "
+    ):
         check_tracker(name)
 
 

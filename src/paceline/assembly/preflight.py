@@ -7,15 +7,18 @@ import os
 import shutil
 from typing import Any
 
+from paceline.assembly.core import make_model
 from paceline.config import RunConfig
-from paceline.data.datasets import Location
+from paceline.data.datasets import DatasetInfo, Location
 from paceline.errors import UserError
 from paceline.interfaces import Report
+from paceline.runs.folder import RunFolder
 from paceline.settings.resolve import lr_scale
 from paceline.settings.rules import chosen
 from paceline.settings.strategies import strategy_of
 from paceline.settings.warnings import advice
 from paceline.system.environment import git_state
+from paceline.system.sealed_weights import read_weights
 
 
 def require_device(config: RunConfig) -> None:
@@ -40,6 +43,24 @@ def _require_compiler(config: RunConfig) -> None:
         raise UserError(f"--compile needs a compiler ({', '.join(filter(None, wanted))}): install one, or leave it out")
     if config.device == "cuda" and importlib.util.find_spec("triton") is None:
         raise UserError("--compile on a GPU needs triton, which is missing: 'pip install triton', or leave it out")
+
+
+def require_fitting_weights(config: RunConfig, folder: RunFolder, info: DatasetInfo | None) -> None:
+    """Check the run's copy of `--weights`, and that they fit a built-in model, from the shapes of its tensors alone.
+
+    A task of the user's own is built only where it is needed: there they are compared.
+    """
+    read_weights(folder.initial_file, config.weights_sha256)
+    if info is None:
+        return
+    import torch
+
+    from paceline.tasks.given_weights import read_given
+
+    with torch.device("meta"):
+        model = make_model(config.model, info.image_shape, len(info.classes))
+    if (given := read_given(config, folder.initial_file)) is not None:
+        given.require_fit(model)
 
 
 def announce_rule(config: RunConfig, skew: float, report: Report) -> None:

@@ -22,6 +22,7 @@ from paceline.settings.imports import make_own
 from paceline.settings.preprocessing import PADDING, ways_of
 from paceline.settings.stopping import require_measured
 from paceline.system.subnormals import flush_subnormals
+from paceline.tasks.given_weights import GivenWeights
 from paceline.tasks.nested import num_samples, tensors_of
 from paceline.tasks.step import StepSettings
 from paceline.tasks.supervised import SupervisedTask
@@ -57,9 +58,12 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
 
-def make_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
-    """The task of a run, which steps as the config says. The seed fixes the initial weights."""
+def make_task(config: RunConfig, dataset: Dataset | None, given: GivenWeights | None = None) -> SupervisedTask:
+    """The task of a run, which steps as the config says. The seed fixes the initial weights that are not `given`."""
+    assert (given is None) == (config.weights is None), "who builds the task of a run reads its --weights"
     task = _plain_task(config, dataset)
+    if given is not None:
+        task.initial_weights = given.load_into(task.flat)
     require_measured(config, task.metric_names, task.test is not None)
     how = (config.precision, config.compile, config.capture, bool(config.channels_last), config.accumulate)
     task.configure_step(StepSettings(*how))

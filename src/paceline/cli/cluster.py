@@ -160,6 +160,8 @@ def worker_verb(arguments: list[str]) -> int:
     parser = Parser("worker", WORKER_DESCRIPTION, "paceline worker --connect HOST:PORT|--run RUN [flags]")
     _add_connection(parser)
     parser.add("--data-dir", "folder that holds the data set on this machine", metavar="DIR")
+    weights = "this machine's copy of the server's --weights FILE, if it is elsewhere [with --run: the run's own]"
+    parser.add("--weights", weights, metavar="FILE")
     parser.add("--threads", "threads of this worker [all cores]", type=int, metavar="N")
     device = "cpu, cuda or cuda:N; with cuda the server needs --recovery checkpoint [%(default)s]"
     parser.add("--device", device, metavar="NAME", default="cpu")
@@ -169,8 +171,15 @@ def worker_verb(arguments: list[str]) -> int:
     script = "file of the run's script on this machine [the same path as on the server's]"
     parser.add("--script", script, metavar="FILE")
     parsed = parser.parse_strictly(arguments)
+    from paceline.runs.folder import RunFolder
     from paceline.runtimes.cluster.join import join_server
 
+    if (
+        parsed.run is not None
+        and parsed.weights is None
+        and (copy := RunFolder(Path(parsed.run)).initial_file).is_file()
+    ):
+        parsed.weights = str(copy)
     with Console() as console:
         return 0 if join_server(_connect_options(parsed), console) else 1
 

@@ -67,7 +67,7 @@ TRACE_DESCRIPTION = """Write the timeline of a run for https://ui.perfetto.dev: 
 def export_verb(arguments: list[str]) -> int:
     parser = Parser("export", EXPORT_DESCRIPTION, "paceline export RUN... --to NAME [--follow]")
     parser.add("runs", "run folders, or folders of runs", nargs="+", metavar="RUN")
-    parser.add("--to", "tracker: csv, tensorboard, mlflow, wandb or MODULE:CLASS", required=True, metavar="NAME")
+    parser.add("--to", "tracker: csv, tensorboard, mlflow, wandb, otel or MODULE:CLASS", required=True, metavar="NAME")
     parser.add("--follow", "keep sending until the run ends", action="store_true")
     parsed = parser.parse_strictly(arguments)
     from paceline.analysis.listing import run_folders

@@ -32,6 +32,7 @@ SOAK_DESCRIPTION = """Simulate random clusters, strategies and faults, and check
   paceline soak --seeds 1 --first 4711                        repeat one seed
   paceline soak --seeds 1 --first 4711 --faults faults.toml   with the faults of a file"""
 NOT_INHERITED = ("name", "runs", "faults", "delay", "snapshots", "restart", "restart_workers", "stall", "durable")
+GIVEN_WEIGHTS = ("weights", "weights_partial", "weights_sha256")
 
 
 def simulate_verb(arguments: list[str]) -> int:
@@ -53,7 +54,7 @@ def plan_verb(arguments: list[str]) -> int:
     parser = Parser("plan", PLAN_DESCRIPTION, "paceline plan [flags]")
     left_out = (
         *("device", "strategy", "timing_only", "faults", "name", "runs", "max_seconds", "target_accuracy", "target"),
-        *("best", "eval_every", "snapshots"),
+        *("best", "eval_every", "snapshots", *GIVEN_WEIGHTS),
     )
     add_settings(parser, left_out)
     add_trust(parser)
@@ -77,7 +78,12 @@ def _settings_of(parsed: argparse.Namespace) -> dict[str, Any]:
     require_trust(parsed, parsed.like, trackers=getattr(parsed, "track", None) is None)
     from paceline.runs.folder import RunFolder
 
-    settings = to_dict(RunFolder.open(Path(parsed.like)).config())
+    folder = RunFolder.open(Path(parsed.like))
+    settings = to_dict(folder.config())
+    if "weights" not in vars(parsed) or parsed.timing_only:
+        settings |= dict.fromkeys(GIVEN_WEIGHTS)  # a forecast of times has none
+    elif settings["weights"] is not None:
+        settings["weights"] = str(folder.initial_file)  # the user's own file may have changed
     return {name: value for name, value in settings.items() if name not in NOT_INHERITED}
 
 

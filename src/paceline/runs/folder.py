@@ -20,6 +20,7 @@ from paceline.errors import RunFailed, UserError
 from paceline.runs.arrival_log import require_same_config
 from paceline.runs.durable_files import opened_folder, sync_folder, write_atomically
 from paceline.runs.events import RESULT_TYPES
+from paceline.system.sealed_weights import read_weights
 from paceline.system.strict_json import escape_texts, from_json, is_text, require_types, seal, to_json, unseal
 from paceline.system.terminal import printable
 from paceline.system.user_key import is_signed, key_file, sign
@@ -47,6 +48,7 @@ class RunFolder:
         self.events_file = path / "events.jsonl"
         self.arrivals_file = path / "arrivals.log"
         self.result_file = path / "result.json"
+        self.initial_file = path / "initial.safetensors"
         self.weights_file = path / "weights.safetensors"
         self.live_weights_file = path / "live.safetensors"
         self.script_file = path / "script.json"
@@ -80,13 +82,15 @@ class RunFolder:
             sync_folder(folder.path.parent)
             if config.faults is not None:
                 shutil.copyfile(config.faults, folder.faults_file)
+            if config.weights is not None:
+                write_atomically(folder.initial_file, read_weights(Path(config.weights), config.weights_sha256))
             folder.sign()
         except FileExistsError:
             raise _exists_already(folder.path) from None
         except OSError as error:
             folder.discard_unstarted()
             raise _not_created(folder.path, error) from None
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, UserError):
             folder.discard_unstarted()
             raise
         return folder
@@ -273,7 +277,7 @@ class RunFolder:
 
     def discard_unstarted(self) -> None:
         """Remove the folder if nothing has happened in it yet and it holds only files of ours."""
-        kept = self.frozen_file, self.optimizer_file, self.streams
+        kept = self.initial_file, self.frozen_file, self.optimizer_file, self.streams
         made = (self.config_file, self.script_file, *kept, self.faults_file, self.owner_file)
         served = (self.server_file, self.token_file, self.read_token_file, self.path / "tls")
         names = {path.name for path in (*made, *served, self.events_file, self.arrivals_file)}

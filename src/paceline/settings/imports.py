@@ -118,6 +118,9 @@ TRACKERS = {
     "tensorboard": BuiltInTracker("paceline.tracking.backends:TensorBoard", "tensorboard", "'paceline[tensorboard]'"),
     "mlflow": BuiltInTracker("paceline.tracking.backends:MLflow", "mlflow", "mlflow"),
     "wandb": BuiltInTracker("paceline.tracking.backends:Wandb", "wandb", "wandb"),
+    "otel": BuiltInTracker(
+        "paceline.tracking.otel:OpenTelemetry", "opentelemetry.exporter.otlp.proto.http", "'paceline[otel]'"
+    ),
 }
 
 

@@ -6,9 +6,11 @@ A setting with a notation of its own is parsed only if it was given: its default
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from paceline.config import SCRIPT, SIMULATED_ONLY, RunConfig, given
@@ -30,6 +32,7 @@ from paceline.settings.strategies import (
     require_feature,
     strategy_of,
 )
+from paceline.system.sealed_weights import read_weights
 
 MODELS = {
     "lenet5": "paceline.models.lenet:LeNet5",
@@ -123,11 +126,23 @@ def resolve(config: RunConfig, launched: bool = False) -> RunConfig:
         aggregate=None if trim_of(config) == 0 else config.aggregate,
         **_local_settings(config, strategy),
         task=_anchored(config.task),
+        **_weights(config),
         data_dir=os.path.abspath(config.data_dir) if config.data_dir is not None else None,  # noqa: PTH100
     )
     if lr_scale(resolved) > 1.0 and not resolved.warmup and resolved.scale_lr == "auto":
         resolved = dataclasses.replace(resolved, warmup=AUTO_WARMUP)
     return resolved
+
+
+def _weights(config: RunConfig) -> dict[str, Any]:
+    """The file to begin from, by its absolute path, and its hash: later commands and other processes compare it."""
+    if config.weights is None:
+        for name in given(config, ("weights_partial", "weights_sha256")):
+            raise UserError(f"--{name.replace('_', '-')} is about the file of --weights: add --weights FILE")
+        return {}
+    path = Path(config.weights).absolute()
+    content = read_weights(path, config.weights_sha256)
+    return {"weights": str(path), "weights_sha256": hashlib.sha256(content).hexdigest()}
 
 
 def _augment(config: RunConfig) -> str:
@@ -168,6 +183,9 @@ def _codec(config: RunConfig, setting: str, feature: Feature | None) -> str | No
 
 def resolve_own_loop(config: RunConfig) -> RunConfig:
     """`resolve` for a script that makes the steps itself; refuse what it cannot have. It exchanges with a server."""
+    if config.weights is not None:
+        how = "model.load_state_dict(safetensors.torch.load_file(FILE)) before session.prepare"
+        raise UserError(f"--weights {config.weights}: your own loop loads its weights itself, by {how}; leave it out")
     if config.path == "ring":
         raise UserError("--path ring: your own loop exchanges with a server; leave it out")
     if Topology.STAR in strategy_of(config).kind.axes.topologies:

@@ -36,6 +36,7 @@ from paceline.simulation.event_queue import EventQueue
 from paceline.simulation.faults import inject
 from paceline.simulation.simulator import Simulation
 from paceline.system.signals import stop_signals
+from paceline.tasks.given_weights import read_given
 from paceline.tasks.supervised import SupervisedTask
 from paceline.tasks.synthetic import TimingModel
 
@@ -62,6 +63,8 @@ def check(config: RunConfig) -> tuple[Fault, ...]:
         raise UserError("--timing-only computes no weights to evaluate: leave out --eval-every and its options")
     if config.timing_only and config.snapshots is not None:
         raise UserError("--timing-only has no weights to keep: leave out --snapshots")
+    if config.timing_only and config.weights is not None:
+        raise UserError("--timing-only has no weights to begin from: leave out --weights")
     if config.best is not None:
         raise UserError("--best: a simulated run keeps no best weights: leave it out, or train for real")
     if config.device != "cpu":
@@ -74,7 +77,7 @@ def _simulate(
 ) -> dict[str, Any]:
     from paceline.runs.recovery import rebuild
 
-    parts = _timing_parts(config) if config.timing_only else _training_parts(config, location, console)
+    parts = _timing_parts(config) if config.timing_only else _training_parts(config, folder, location, console)
     for line in startup_warnings(config, location):
         console.note(line)
     if parts.work is not None:
@@ -158,14 +161,15 @@ class RunParts:
     make_worker: Callable[[Join], LocalWorker]
 
 
-def _training_parts(config: RunConfig, location: Location | None, console: Console) -> RunParts:
+def _training_parts(config: RunConfig, folder: RunFolder, location: Location | None, console: Console) -> RunParts:
     prepare_device(config)
     dataset = load(location, report=console.report) if location is not None else None
-    task = make_task(config, dataset)
+    given = read_given(config, folder.initial_file)
+    task = make_task(config, dataset, given)
     work = work_of(task, config)
 
     def worker(join: Join) -> LocalWorker:
-        return make_worker(config, make_task(config, dataset), work, join)
+        return make_worker(config, make_task(config, dataset, given), work, join)
 
     return RunParts(task, work, work.quotas, task.layout.size, partial(make_server, config, task, work), worker)
 

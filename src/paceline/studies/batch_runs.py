@@ -35,7 +35,7 @@ from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.tracking.feed import feed
 from paceline.tracking.registry import make_tracker
 
-MAY_DIFFER = ("runs", "data_dir", "threads", "device", "checkpoint_every", "track")
+MAY_DIFFER = ("runs", "data_dir", "threads", "device", "checkpoint_every", "track", "weights")
 """Settings that do not change a run's result."""
 MAX_LAB_BATCH = {"cpu": 1, "cuda": 256}
 """Maximum runs per lab batch. A CPU gains nothing from more, and one run per batch is saved as soon as it ends."""

@@ -38,18 +38,20 @@ def _replay_here(recording: Recording, console: Console) -> dict[str, Any]:
     from paceline.assembly.task import make_task, prepare_device
     from paceline.runs.compare_replay import checkpoints_by_record, compare
     from paceline.runs.replay import Replay, ReplayThreads
+    from paceline.tasks.given_weights import read_given
 
     checkpoints = checkpoints_by_record(recording)
     device = prepare_device(config)
     dataset = load(location, report=console.report) if location is not None else None
-    task = make_task(config, dataset).to(device)
+    given = read_given(config, recording.folder.initial_file)
+    task = make_task(config, dataset, given).to(device)
     work = work_of(task, config)
     own = config.threads or 1
     alone = in_this_process(config) or is_simulated(config)
     threads = ReplayThreads(own, own if alone else server_threads(config, task.layout))
     again = Replay(
         make_server(config, task, work),
-        lambda join: make_worker(config, make_task(config, dataset).to(device), work, join),
+        lambda join: make_worker(config, make_task(config, dataset, given).to(device), work, join),
         threads=threads,
         compare_with=checkpoints,
     )

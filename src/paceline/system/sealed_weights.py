@@ -9,6 +9,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import UserError
 from paceline.system.strict_json import from_json, to_json
 
 SEAL = "sha256"
@@ -30,7 +31,41 @@ def check_weights(path: Path, digest: str | None = None) -> None:
 
     Files of older versions have no checksum: only `digest` can tell.
     """
-    header, data = _parse(path.read_bytes())
+    _check_content(path.read_bytes(), digest)
+
+
+def read_weights(path: Path, sha256: str | None = None) -> bytes:
+    """Return the content of a safetensors file, which any program may have written; UserError if it cannot be used.
+
+    Nothing in it is executed, unlike in a pickle. With `sha256`, refuse a file that has another one.
+    """
+    if path.is_dir():
+        raise UserError(f"weights {path} are a folder: give a file in it, as in {path / 'weights.safetensors'}")
+    if not path.is_file():
+        raise UserError(f"weights {path} do not exist: give a safetensors file")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"weights {path} cannot be read: {error.strerror or error}") from None
+    try:
+        _check_content(content)
+    except ValueError as error:
+        raise UserError(f"weights {path} cannot be used: {_remedy(content, error)}") from None
+    if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) != sha256.lower():
+        what = f"weights {path} have the SHA-256 {found[:16]}..., not {sha256[:16]}..."
+        raise UserError(f"{what}: the file was changed or replaced; give the one that was meant")
+    return content
+
+
+def _remedy(content: bytes, error: ValueError) -> str:
+    if content.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+        how = "where you trust it, write safetensors.torch.save_file(torch.load(FILE), 'FILE.safetensors')"
+        return f"a file of torch.save is a pickle, which can run code when it is read; {how}"
+    return f"{error}; give a whole safetensors file"
+
+
+def _check_content(content: bytes, digest: str | None = None) -> None:
+    header, data = _parse(content)
     found, seal = tensors_sha256(header, data), header.get(_METADATA, {}).get(SEAL)
     if seal is not None and seal != _seal_of(header, data, found):
         raise ValueError("its checksum is wrong")

@@ -40,7 +40,7 @@ class FlatModule:
                 raise UserError(f"{what} float32: {instead}")
         buffers = module.named_buffers()
         self._buffers = {n: b for n, b in buffers if b.dtype == torch.float32 or (casts and b.is_floating_point())}
-        self._counts = {name: b.clone() for name, b in module.named_buffers() if not b.is_floating_point()}
+        self._counts = self._integer_buffers()
         self.layout: Layout = pack(
             [(name, tuple(p.shape), decay is None or decay(name, p)) for name, p in self._parameters.items()]
         )
@@ -60,6 +60,14 @@ class FlatModule:
             for name, parameter in self._parameters.items():
                 views[name].copy_(parameter)
         return flat
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace some tensors of the module's state dict; call it before `bind`."""
+        self.module.load_state_dict({**self.module.state_dict(), **tensors})
+        self._counts = self._integer_buffers()
+
+    def _integer_buffers(self) -> dict[str, Tensor]:
+        return {name: b.clone() for name, b in self.module.named_buffers() if not b.is_floating_point()}
 
     def bind(self, weights: Tensor, gradient: Tensor, state: Tensor) -> None:
         """Make parameters and buffers views into the given memory; copy the buffers' values into it."""

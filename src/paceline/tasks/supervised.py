@@ -18,6 +18,7 @@ from paceline.errors import UserError
 from paceline.interfaces import Batch, Loader, Scores, State
 from paceline.randomness import mix64
 from paceline.tasks.flat import FlatModule
+from paceline.tasks.given_weights import InitialWeights
 from paceline.tasks.metrics import ConstantPrediction, Metric, MetricPass, Weight, require_metrics, weigh
 from paceline.tasks.nested import Structure, device_of, each, num_samples, require_samples, rows_of, tensors_of
 from paceline.tasks.norm_statistics import MAX_BATCH, MAX_SAMPLES, StatisticsEstimator
@@ -128,6 +129,8 @@ class SupervisedTask:
         self.classes = tuple(classes) if classes is not None else None
         self.layout, self.state_size = self.flat.layout, self.flat.state_size
         self.local_state: State = {}
+        self.initial_weights: InitialWeights | None = None
+        """Which file the weights came from, if they were given."""
         self.initial, self.bind = self.flat.initial, self.flat.bind
         self.mixture, self.state_dict = self.flat.mixture, self.flat.state_dict
         self._statistics = StatisticsEstimator(self.flat, lambda *call: self._step.outputs(*call))

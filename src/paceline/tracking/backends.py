@@ -1,4 +1,4 @@
-"""The built-in trackers: CSV file, TensorBoard, MLflow, Weights & Biases."""
+"""The built-in trackers but OpenTelemetry: CSV file, TensorBoard, MLflow, Weights & Biases."""
 
 from __future__ import annotations
 

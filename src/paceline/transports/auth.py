@@ -178,6 +178,7 @@ class ConnectOptions:
     overlap: int = 0
     device: str = "cpu"
     script: str | None = None  # the file of the run's script on this machine
+    weights: str | None = None  # this machine's copy of the file that the run begins from
 
 
 def token_of(options: ConnectOptions) -> bytes:

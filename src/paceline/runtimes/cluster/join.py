@@ -29,8 +29,8 @@ def join_server(options: ConnectOptions, console: Console) -> bool:
     from paceline.runtimes.scripts.remote.worker import WorkerCommand
 
     server = ServerAddress(options.connect, token_of(options), tls_of(options), options.patience)
-    machine = options.data_dir, options.threads, options.worker
-    own = WorkerOptions(*machine, options.overlap, options.device, options.script)
+    placed = options.threads, options.worker, options.overlap, options.device
+    own = WorkerOptions(options.data_dir, *placed, script=options.script, weights=options.weights)
     command = WorkerCommand.of(worker_flags(options), server.token)
     _warn_of_plain(options, console)
     try:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.config import RunConfig
@@ -125,9 +125,10 @@ def _follow(
             if news["token"] is not None:
                 os.environ[TOKEN_VARIABLE] = news["token"]
             where, data_dir, worker = news["address"], config.data_dir, rank.number - 1
-            options = ConnectOptions(where, None, news["tls"], data_dir=data_dir, threads=config.threads, worker=worker)
+            reached = ConnectOptions(where, None, news["tls"], data_dir=data_dir, worker=worker)
+            options = replace(reached, threads=config.threads, weights=config.weights)
             if command is not None:
-                options = dataclasses.replace(options, script=command[0], data_dir=None)
+                options = replace(options, script=command[0], data_dir=None, weights=None)
             if not (join_server(options, console) if command is None else work_in_process(options)):
                 raise RunFailed(f"rank {rank.number} lost the server of rank 0: its own output says why")
             news = store.wait_for("result", RESULT_SECONDS)

@@ -34,7 +34,9 @@ from paceline.system.environment import package_version
 from paceline.system.memory import keep_freed_memory
 from paceline.system.signals import leave_signal
 from paceline.system.terminal import printable
+from paceline.tasks.given_weights import read_given
 from paceline.tasks.host_staging import pinned_memory
+from paceline.tasks.supervised import SupervisedTask
 from paceline.transports.handshake import ConnectionReport
 from paceline.transports.protocol import Timing
 from paceline.transports.tls import Tls, worker_tls
@@ -78,6 +80,7 @@ class WorkerOptions:
     overlap: int = 0
     device: str = "cpu"
     script: str | None = None  # the file of the run's script on this machine
+    weights: str | None = None
 
 
 def work(
@@ -121,9 +124,11 @@ def _work_in_script(
 ) -> bool:
     """Run the script of the run here; with `--overlap` one in each of several processes, which take turns."""
     options = context.options
-    if options.device != "cpu" or options.data_dir is not None:
-        flag = f"--device {options.device}" if options.device != "cpu" else f"--data-dir {options.data_dir}"
-        raise UserError(f"{flag}: the run's script chooses its device and reads its own data; leave it out")
+    given = {"--device": options.device, "--data-dir": options.data_dir, "--weights": options.weights}
+    for flag, value in given.items():
+        if value not in (None, "cpu"):
+            what = "the run's script chooses its device, and reads its data and weights itself"
+            raise UserError(f"{flag} {value}: {what}; leave it out")
     if options.overlap:
         client.close()
         first = options.worker
@@ -204,6 +209,26 @@ class WorkerContext:
             self._loaded = config, self._load(config)
         return self._loaded
 
+    def make_task(self, config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
+        """Build the task of a run, from this machine's copy of the file of `--weights`, if the run has one.
+
+        The server sends all weights that are trained. A model without other tensors needs no copy.
+        """
+        if config.weights is None or self.options.weights is not None:
+            path = Path(self.options.weights) if self.options.weights is not None else None
+            return make_task(config, dataset, read_given(config, path))
+        try:
+            return make_task(config, dataset, read_given(config))
+        except UserError as error:
+            task, where = (
+                make_task(replace(config, weights=None), dataset),
+                "copy the file here, and give --weights FILE",
+            )
+            if task.flat.frozen() or task.state_size:
+                what = "this worker needs the file that the run begins from, for frozen weights and statistics"
+                raise UserError(f"{what} ({error}): {where}") from None
+            return task
+
 
 def _config_of(described: dict[str, Any]) -> RunConfig:
     """The settings in a server's welcome; ProtocolError if no server of this version sends such settings."""
@@ -233,7 +258,7 @@ class PipelineSlot:
         config, dataset = self._context.prepare(_config_of(described))
         self._server_report.run = printable(str(Path(config.runs) / (welcome.get("run") or "RUN")))
         device = prepare_device(config)
-        task = make_task(config, dataset).to(device)
+        task = self._context.make_task(config, dataset).to(device)
         self._transport.reach(welcome, task.layout.size, functools.partial(coding_of, config, task.layout))
         division = work_of(task, config)
         join, staged = make_join(config, division, worker, incarnation), device.type != "cpu"

@@ -24,6 +24,7 @@ from paceline.runtimes.server.runtime import LocalRuntime
 from paceline.runtimes.worker_loop import WorkerLoop
 from paceline.system.memory import keep_freed_memory
 from paceline.system.signals import stop_signals
+from paceline.tasks.given_weights import read_given
 
 
 def train_in_process(
@@ -33,7 +34,8 @@ def train_in_process(
     keep_freed_memory()
     device = prepare_device(config)
     dataset = load(location, report=report) if location is not None else None
-    task = make_task(config, dataset).to(device)
+    given = read_given(config, folder.initial_file)
+    task = make_task(config, dataset, given).to(device)
     work = work_of(task, config)
     server = make_server(config, task, work)
     for line in startup_warnings(config, location):
@@ -41,7 +43,7 @@ def train_in_process(
     announce_rule(config, work.skew, report)
 
     def instance(join: Join) -> LocalWorker:
-        return make_worker(config, make_task(config, dataset).to(device), work, join)
+        return make_worker(config, make_task(config, dataset, given).to(device), work, join)
 
     rebuilt = rebuild(server, instance, task, config, folder, report) if incarnation else None
     seconds = rebuilt.now if rebuilt is not None else 0.0

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from paceline.assembly.preflight import provenance, startup_warnings
+from paceline.assembly.preflight import provenance, require_fitting_weights, startup_warnings
 from paceline.assembly.work import divide_work
 from paceline.config import UPKEEP, RunConfig, is_script, to_dict
 from paceline.data.datasets import Location
@@ -296,6 +296,8 @@ def train_on_processes(
     shared = SharedDataset(location, report) if location is not None else None
     if shared is not None:
         divide_work(shared.dataset.train_labels, config)  # refuses a division that fails before a process is started
+    if config.weights is not None:
+        require_fitting_weights(config, folder, shared.dataset.info if shared is not None else None)
     for line in startup_warnings(config, location):
         report({"kind": "note", "text": line})
     dataset, fds = (shared.spec(), shared.fds) if shared is not None else (None, [])

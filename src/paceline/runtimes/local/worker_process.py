@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from paceline.assembly.run import make_join, make_worker, work_of
 from paceline.assembly.task import identity_of, make_task
 from paceline.config import from_dict, max_workers_of
 from paceline.data.shared import attach
+from paceline.runs.folder import RunFolder
 from paceline.runtimes.worker_loop import WorkerLoop
 from paceline.system.memory import keep_freed_memory
+from paceline.tasks.given_weights import read_given
 from paceline.transports.shared_memory import SharedBuffers, SharedMemoryClient
 
 
@@ -25,7 +28,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     torch.set_num_threads(config.threads or 1)
     transport = SharedMemoryClient(socket.socket(fileno=fds[0]), polls_before_sleep(config), max_workers_of(config))
     dataset = attach(spec["dataset"], fds[1:]) if spec["dataset"] is not None else None
-    task = make_task(config, dataset)
+    task = make_task(config, dataset, read_given(config, RunFolder(Path(spec["folder"])).initial_file))
     division = work_of(task, config)
     join = make_join(config, division, spec["worker"], spec["incarnation"])
     instance = make_worker(config, task, division, join, SharedBuffers.create)

@@ -29,6 +29,7 @@ from paceline.runtimes.server.service import SupervisorChannel
 from paceline.system.memory import keep_freed_memory, receive_fds
 from paceline.system.shared_segment import Segment
 from paceline.system.strict_json import to_json
+from paceline.tasks.given_weights import read_given
 
 _LARGEST = 1 << 16
 
@@ -134,7 +135,8 @@ def _place(spec: dict[str, Any], dataset: Dataset | None, worker: int) -> RingWo
     keep_freed_memory()
     config = from_dict(spec["config"])
     torch.set_num_threads(config.threads or 1)
-    return RingWorker(config, make_task(config, dataset), worker, spec["incarnation"])
+    given = read_given(config, RunFolder(Path(spec["folder"])).initial_file)
+    return RingWorker(config, make_task(config, dataset, given), worker, spec["incarnation"])
 
 
 def worker(spec: dict[str, Any], fds: list[int]) -> int:

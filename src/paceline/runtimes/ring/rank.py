@@ -32,8 +32,9 @@ from paceline.settings.strategies import strategy_of
 from paceline.system.environment import package_version
 from paceline.system.memory import keep_freed_memory
 from paceline.system.signals import stop_signals
+from paceline.tasks.given_weights import read_given
 
-OWN = ("threads", "data_dir", "name", "runs")  # settings that may differ between ranks
+OWN = ("threads", "data_dir", "name", "runs", "weights")  # settings that may differ between ranks
 
 
 def train_as_rank(
@@ -64,7 +65,7 @@ class RankWorker:
         if device.type == "cuda":
             torch.cuda.set_device(rank.local)
             device = torch.device("cuda", rank.local)
-        task = make_task(config, dataset).to(device)
+        task = make_task(config, dataset, read_given(config)).to(device)
         meeting.open({**_identity(config), **identity_of(task)}, config.device)
         self.ring = ProcessGroupRing(rank, task.layout.size, task.state_size, device)
         nbytes = build_codec(config.codec or "none", task.layout, device).ring_nbytes(rank.size)

@@ -74,7 +74,7 @@ class Host:
         self.accounting = TimeAccounting(self.timings, runtime.way, runtime.time_shares)
         self.clock = TrainingClock(seconds, source) if source is not None else TrainingClock(seconds)
         self.requests = DrainRequests(folder, self.drain, self._has_left, self._why_stalled)
-        self._runtime, self._report, self._facts, self._trained = runtime, report, facts or {}, task
+        self._runtime, self._report, self._facts, self._trained = runtime, report, dict(facts or {}), task
         self._is_virtual = virtual = source is not None
         folder.result_file.unlink(missing_ok=True)  # from now on the run is not finished
         with ExitStack() as opened:  # if something cannot be opened or written, all that was opened is closed
@@ -97,6 +97,10 @@ class Host:
             self._guard = self._make_guard()
             kind = "run_resumed" if server.version or seconds else "run_started"
             events.write(kind, seconds, workers=config.workers, strategy=config.strategy, updates=server.version)
+            if self.task is not None and (initial := self.task.initial_weights) is not None:
+                self._facts["initial_weights"] = initial.row()
+                if kind == "run_started":
+                    self._notes.begins_from(initial, seconds)
             self._trackers = opened.enter_context(closing(Trackers(config.track or [], folder, report)))
             self._opened = opened.pop_all()
 

@@ -29,6 +29,7 @@ from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import Runtime
 from paceline.runtimes.server.service import LocalPeers, Service, SupervisorChannel
 from paceline.system.memory import keep_freed_memory, raise_file_limit, require_memory
+from paceline.tasks.given_weights import read_given
 from paceline.tasks.supervised import SupervisedTask
 from paceline.transports.shared_memory import SharedBuffers
 
@@ -78,7 +79,7 @@ def make_host(
     resume: bool,
 ) -> Host:
     """Build the server of a run and start its host."""
-    task = make_task(config, dataset)
+    task = make_task(config, dataset, read_given(config, folder.initial_file))
     work = work_of(task, config)
     server = make_server(config, task, work)
     if not resume:
@@ -94,7 +95,7 @@ def start_host(pieces: HostPieces, dataset: Dataset | None, facts: dict[str, Any
     server, task, work, config, folder, report, _ = pieces
 
     def instance(join: Join) -> LocalWorker:
-        return make_worker(config, make_task(config, dataset), work, join)
+        return make_worker(config, make_task(config, dataset, read_given(config, folder.initial_file)), work, join)
 
     rebuilt = rebuild(server, instance, task, config, folder, report) if resume else None
     host = Host(*pieces, rebuilt.now if rebuilt is not None else 0.0, facts)

@@ -26,6 +26,7 @@ from paceline.interfaces import Report
 from paceline.runs.events import EventLog
 from paceline.runtimes.server.accounting import TimeAccounting
 from paceline.runtimes.server.timing import TrainingClock
+from paceline.tasks.given_weights import InitialWeights
 
 MAX_TOLD, MAX_ROWS = 3, 20
 """Of what the guard finds and nobody is expelled for: workers that the user is told about, and event rows for each."""
@@ -128,6 +129,11 @@ class EventRecorder:
         self._events.write("settings_disagreement", now, used=used, other=other, setting=setting, values=[one, another])
         what = f"in a round, {setting} of worker {used} is {one:g}, that of worker {other} {another:g}"
         self._report({"kind": "note", "text": f"{what}: a round uses the settings of the lowest-numbered live worker"})
+
+    def begins_from(self, initial: InitialWeights, now: float) -> None:
+        """Write and tell which file the weights of the run begin from; the row names all tensors that did not fit."""
+        self._events.write("initial_weights", now, **initial.row())
+        self._report({"kind": "note", "text": initial.line()})
 
     def fault(self, fault: dict[str, Any], now: float) -> None:
         """Write that a fault was injected."""

@@ -95,6 +95,8 @@ def check_rows(configs: list[RunConfig]) -> None:
             raise UserError("the lab has no codecs: use 'paceline simulate', which computes on the CPU")
         if config.aggregate is not None or config.robust:
             raise UserError("the lab has no --aggregate but mean and no --robust: use 'paceline simulate'")
+        if config.weights is not None:
+            raise UserError(f"the lab draws its initial weights (--weights {config.weights}): use 'paceline simulate'")
         if config.snapshots is not None:
             raise UserError("the lab keeps no snapshots: leave out --snapshots")
         if config.precision != "fp32" or config.compile or config.capture or config.accumulate > 1:

@@ -26,6 +26,7 @@ from paceline.studies.landscape.plane import Plane, nearest_plane
 from paceline.system.cpu import cores
 from paceline.system.strict_json import to_json
 from paceline.system.subnormals import flush_subnormals
+from paceline.tasks.given_weights import read_given
 
 SCHEMA = 1
 SHOWN_SHARES = 10
@@ -76,7 +77,8 @@ def survey(runs: list[RunSnapshots], view: LandscapeView, console: Console) -> L
     try:
         config = runs[0].config
         location = locate_data(config)
-        task = make_task(config, load(location) if location is not None else None)
+        given = read_given(config, runs[0].folder.initial_file)
+        task = make_task(config, load(location) if location is not None else None, given)
         paths = [read_path(run, task) for run in runs]
         plane = nearest_plane(torch.cat([path.points for path in paths]))
         task.to(torch.device(view.device))
