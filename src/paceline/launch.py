@@ -12,6 +12,7 @@ from paceline.config import RunConfig, is_script, is_simulated
 from paceline.data.datasets import Location, locate_data, resolve_dataset
 from paceline.errors import UserError
 from paceline.interfaces import Report
+from paceline.object_store.mirroring import mirrored
 from paceline.reports.console import Console
 from paceline.runs.arrival_log import next_incarnation
 from paceline.runs.folder import RunFolder, new_folder
@@ -55,7 +56,7 @@ def train(
         return train_as_rank(config, rank, location, console.report)
     with _fork_server(config) as forks:  # it imports torch while this process finds the data
         config, location = resolve_dataset(config)
-        with new_folder(config) as folder:
+        with new_folder(config) as folder, mirrored(folder, config, console.report):
             return folder, _run(config, folder, location, forks, console.report, 0, faults)
 
 
@@ -76,7 +77,7 @@ def resume(
     if folder.served().get("by_hand"):
         what = f"{path} was served to workers that connect, and they would not find it"
         raise UserError(f"{what}: 'paceline server --resume {path}' continues it, with the workers that come back")
-    with folder.locked():
+    with folder.locked(), mirrored(folder, config, console.report):
         if is_script(config):
             from paceline.runtimes.scripts.launch import resume_script
 
