@@ -77,17 +77,17 @@ def resume(
     if folder.served().get("by_hand"):
         what = f"{path} was served to workers that connect, and they would not find it"
         raise UserError(f"{what}: 'paceline server --resume {path}' continues it, with the workers that come back")
-    with folder.locked(), mirrored(folder, config, console.report):
+    with folder.locked():
+        folder.require_unfinished(config.recovery)
         if is_script(config):
             from paceline.runtimes.scripts.launch import resume_script
 
             return folder, resume_script(folder, config, console)
-        folder.require_unfinished(config.recovery)
         location = locate_data(config)
         check_processes(config)
         require_device(config)
         incarnation, _ = next_incarnation(folder.arrivals_file, config)
-        with _fork_server(config) as forks:
+        with mirrored(folder, config, console.report), _fork_server(config) as forks:
             return folder, _run(config, folder, location, forks, console.report, incarnation)
 
 

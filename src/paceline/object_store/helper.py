@@ -39,7 +39,7 @@ class MirrorLoop:
 
     def __init__(self, upload: FolderUpload, url: str, report: Report) -> None:
         self._upload, self._url, self._report = upload, url, report
-        self._failures = 0
+        self._failures, self._says_kept = 0, False
         self._since = self._told = 0.0  # when the folder was last copied as a whole; whether a lag was reported
         self._delay = 0.0
 
@@ -77,6 +77,9 @@ class MirrorLoop:
         self._delay = max(PERIOD_SECONDS, time.monotonic() - began)  # a slow store is not kept busy all the time
         if done:
             self._caught_up(began)
+        if self._upload.not_deleted and not self._says_kept:
+            self._says_kept = True
+            self._note(f"{self._url} keeps objects that are not needed any more ({self._upload.not_deleted})")
 
     def _caught_up(self, began: float) -> None:
         if self._failures:

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.errors import StoreFailed
 from paceline.object_store.folder_scan import LocalFile, Stamp, scan_folder
 from paceline.object_store.manifest import Manifest, Part, Parts
 from paceline.object_store.ownership import Owner, require_ownership
@@ -51,6 +52,7 @@ class FolderUpload:
         self._garbage: set[str] = set()  # objects that the last two manifests do not name
         self._beats, self._next_beat = 0, 0.0
         self.state = UploadState(0, 0, 0)
+        self.not_deleted = ""  # why an object that is not needed any more could not be deleted
 
     def sync(self, ended: bool = False) -> bool:
         """Copy what is new, and write a manifest of it; return False if the folder could not be looked at.
@@ -95,8 +97,10 @@ class FolderUpload:
     def _kept(self, file: LocalFile) -> Parts:
         """Return the parts of a file that stay as they are."""
         parts = self._parts.get(file.name, ())
+        if self._stamps.get(file.name) == file.stamp:
+            return parts
         if not file.grows:
-            return parts if self._stamps.get(file.name) == file.stamp else ()
+            return ()
         while parts and not self._is_unchanged(file, parts[-1]):
             parts = parts[:-1]  # a recovery has cut the file, and it has grown again
         new = file.nbytes - (parts[-1].end if parts else 0)
@@ -136,17 +140,24 @@ class FolderUpload:
         self._manifest = manifest
         self._parts = {name: parts for name, parts in self._parts.items() if name in files}
         self._stamps = {name: stamp for name, stamp in self._stamps.items() if name in files}
+        try:
+            self._clean(manifest)
+        except StoreFailed as error:
+            self.not_deleted = self.not_deleted or str(error)
+
+    def _clean(self, manifest: Manifest) -> None:
+        """Delete what neither this manifest nor the one before needs, for those who read that one."""
         prefix = self._owner.prefix
-        needed = {part.object_name(prefix, name) for name, parts in files.items() for part in parts}
-        unneeded = self._stored - needed
-        for name in sorted(self._garbage & unneeded):  # for one generation more, for those who read the one before
+        needed = {part.object_name(prefix, name) for name, parts in manifest.files.items() for part in parts}
+        doomed, self._garbage = self._garbage - needed, self._stored - needed
+        for name in sorted(doomed):
             self._store.delete(name)
             self._stored.discard(name)
-        self._garbage = unneeded & self._stored
-        if generation == 0:
+            self._garbage.discard(name)
+        if manifest.generation == 0:
             self._delete_earlier_epochs()
-        elif generation > 1:
-            self._store.delete(self._owner.manifest_name(generation - 2))
+        elif manifest.generation > 1:
+            self._store.delete(self._owner.manifest_name(manifest.generation - 2))
 
     def _delete_earlier_epochs(self) -> None:
         """Remove the copies of earlier writers, which this one's first manifest replaces. Owners stay: they count."""

@@ -46,7 +46,6 @@ def resume_script(folder: RunFolder, config: RunConfig, console: Console) -> dic
 
     Later pushes are read from the folder if the run is durable, else they are lost.
     """
-    folder.require_unfinished(config.recovery)
     if config.recovery == "skip-batch":
         raise UserError("--recovery skip-batch: your own loop chooses its batches; use --recovery checkpoint")
     call = ScriptCall.load(folder)
@@ -54,7 +53,7 @@ def resume_script(folder: RunFolder, config: RunConfig, console: Console) -> dic
         console.note(f"{call.path} has changed since the run began: it goes on with the script as it is now")
     incarnation, _ = next_incarnation(folder.arrivals_file, config)
     spec = {"facts": provenance(config, None), "script": call.command, "cwd": call.cwd, "resume": True}
-    with ForkServer() as forks:
+    with mirrored(folder, config, console.report), ForkServer() as forks:
         processes = ProcessPlan(spec, [], incarnation, server_role="script server", worker_role="script")
         result = run_local(config, folder, forks, processes, console.report)
     require_survivors(result, folder)
