@@ -223,10 +223,3 @@ def test_a_url_without_a_run_and_a_disk_without_room_are_refused(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
     with pytest.raises(UserError, match="has room for 0 MB"):
         fetch_run(store, tmp_path / "there", silent)
-
-
-def test_a_light_copy_leaves_weights_and_checkpoints_out(tmp_path: Path) -> None:
-    folder, store = made_run(tmp_path), TestStore(memory_url())
-    upload_of(folder, store).sync()
-    fetch_run(store, tmp_path / "there", silent, light=True)
-    assert set(contents(tmp_path / "there")) == {"config.toml", "arrivals.log", "events.jsonl", "mirror.json"}

@@ -196,15 +196,15 @@ def run_to_resume(parsed: argparse.Namespace, run: str, console: Console) -> Ite
 
 
 @contextlib.contextmanager
-def run_to_read(run: str, console: Console, light: bool) -> Iterator[str]:
-    """Yield the folder of a run to look at; of one in a store a copy that is removed afterwards."""
+def run_to_read(run: str, console: Console) -> Iterator[str]:
+    """Yield the folder of a run to read; of one in a store a copy that is removed afterwards."""
     if not is_url(run):
         yield run
         return
     from paceline.object_store.mirroring import fetched
 
     with tempfile.TemporaryDirectory(prefix="paceline-") as place:
-        with fetched(run, Path(place), console.report, "light" if light else "read") as path:
+        with fetched(run, Path(place), console.report, "read") as path:
             yield str(path)
 
 

@@ -164,7 +164,7 @@ def replay_verb(arguments: list[str]) -> int:
         raise UserError(f"--until {parsed.until}: {parsed.run} has no folder here for the weights: add --output FILE")
     from paceline.studies.replay import describe, replay
 
-    with Console() as console, run_to_read(parsed.run, console, light=False) as parsed.run:
+    with Console() as console, run_to_read(parsed.run, console) as parsed.run:
         require_trust(parsed, parsed.run)
         output = Path(parsed.output) if parsed.output is not None else None
         outcome = replay(Path(parsed.run), console, parsed.until, output)

@@ -14,25 +14,23 @@ from pathlib import Path
 from paceline.errors import StoreFailed, UserError
 from paceline.interfaces import Report
 from paceline.object_store.manifest import Parts
-from paceline.object_store.ownership import RemoteRun
+from paceline.object_store.ownership import StoredRun
 from paceline.object_store.store import ObjectMissing, ObjectStore
 from paceline.object_store.takeover import CopyState, require_run
 from paceline.runs.durable_files import sync_folder
 
 MAX_ATTEMPTS = 5
-LARGE = ("checkpoints/", "snapshots/", "pushes-", "streams/", "weights.", "live.", "frozen.", "optimizer.")
-"""How the names of files begin that only training and replays need."""
 
 
-def fetch_run(store: ObjectStore, target: Path, report: Report, light: bool = False) -> CopyState:
-    """Download a run into the new folder `target`, and check everything; `light`: without weights and checkpoints."""
+def fetch_run(store: ObjectStore, target: Path, report: Report) -> CopyState:
+    """Download a run into the new folder `target`, and check everything."""
     staging = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     for _ in range(MAX_ATTEMPTS):
         run = require_run(store)
         shutil.rmtree(staging, ignore_errors=True)
         try:
             staging.mkdir(parents=True)
-            _download(store, run, staging, report, light)
+            _download(store, run, staging, report)
             state = CopyState(store.url, run.newest.epoch, run.writer.writer, run.manifest.generation)
             state.save(staging)
             staging.rename(target)
@@ -50,9 +48,8 @@ def fetch_run(store: ObjectStore, target: Path, report: Report, light: bool = Fa
     raise StoreFailed(f"{store.url} changes faster than it can be read: stop the run that writes it, or try again")
 
 
-def _download(store: ObjectStore, run: RemoteRun, folder: Path, report: Report, light: bool) -> None:
-    files = {name: parts for name, parts in run.manifest.files.items() if not (light and name.startswith(LARGE))}
-    total = sum(part.nbytes for parts in files.values() for part in parts)
+def _download(store: ObjectStore, run: StoredRun, folder: Path, report: Report) -> None:
+    total = run.manifest.nbytes
     if total > (free := shutil.disk_usage(folder).free):
         raise UserError(f"{store.url} has {total / 1e6:,.0f} MB, and {folder.parent} has room for {free / 1e6:,.0f} MB")
     done, skipped = 0, set[str]()
@@ -68,7 +65,7 @@ def _download(store: ObjectStore, run: RemoteRun, folder: Path, report: Report, 
             }
         )
 
-    for name, parts in sorted(files.items()):
+    for name, parts in sorted(run.manifest.files.items()):
         place = name.rpartition("/")[0]
         if place in skipped:
             continue

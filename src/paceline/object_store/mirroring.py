@@ -14,7 +14,7 @@ from typing import Any
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.interfaces import Report
-from paceline.object_store.helper import DISCARD, END
+from paceline.object_store.process import DISCARD, END
 from paceline.runs.folder import RunFolder
 from paceline.system.process import helper_command, helper_environment
 from paceline.system.strict_json import from_json
@@ -30,7 +30,7 @@ class StoreHelper:
 
     def __init__(self, words: list[str], report: Report, output_file: Path | None = None) -> None:
         self._report, self._output_file = report, output_file
-        command = helper_command("paceline.object_store.helper", *words)
+        command = helper_command("paceline.object_store.process", *words)
         with contextlib.ExitStack() as opened:
             errors: Any = opened.enter_context(output_file.open("wb")) if output_file is not None else None
             # In its own session: Ctrl-C is for the run, which then ends its helper.
@@ -131,7 +131,7 @@ class StoreHelper:
 
 
 @contextlib.contextmanager
-def mirrored(folder: RunFolder, config: RunConfig, report: Report) -> Iterator[None]:
+def mirrored_to_store(folder: RunFolder, config: RunConfig, report: Report) -> Iterator[None]:
     """Copy the run folder to the config's store inside this context; at its end, wait for the last upload.
 
     A store that cannot be written is refused here, before anything is trained, and never ends the run later.
@@ -180,7 +180,7 @@ def _end(helper: StoreHelper, folder: RunFolder, url: str, report: Report) -> No
         report({"kind": "note", "text": f"{url} does not hold the whole run{why}: {what}; {again}"})
 
 
-def copy_finished(folder: RunFolder, base: str, report: Report) -> str:
+def copy_to_store(folder: RunFolder, base: str, report: Report) -> str:
     """Copy a run that is not being trained to the store `base`, and return its URL there."""
     url = f"{base.rstrip('/')}/{folder.path.name}"
     helper = StoreHelper(["mirror", str(folder.path), url], report)

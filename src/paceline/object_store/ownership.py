@@ -40,7 +40,7 @@ class Owner:
 
 
 @dataclass(frozen=True)
-class RemoteRun:
+class StoredRun:
     """The newest manifest of a remote run, by whom it was written, and the newest owner, who may have written none."""
 
     newest: Owner
@@ -73,7 +73,7 @@ def newest_owner(store: ObjectStore) -> Owner | None:
     return owner_of(store, epochs[0]) if epochs else None
 
 
-def find_run(store: ObjectStore) -> RemoteRun | None:
+def find_run(store: ObjectStore) -> StoredRun | None:
     """Return the newest readable manifest; None if there is no run. Of an epoch without one, the one before counts."""
     newest: Owner | None = None
     complaint = ""
@@ -82,7 +82,7 @@ def find_run(store: ObjectStore) -> RemoteRun | None:
         newest = newest or owner
         for name in reversed(store.names(f"{owner.prefix}/manifests")):
             try:
-                return RemoteRun(newest, owner, Manifest.from_bytes(store.get(name)))
+                return StoredRun(newest, owner, Manifest.from_bytes(store.get(name)))
             except ObjectMissing:
                 continue  # its writer has just replaced it
             except ValueError as error:

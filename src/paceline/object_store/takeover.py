@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.errors import UserError
 from paceline.interfaces import Report
-from paceline.object_store.ownership import Owner, RemoteRun, claim, epochs_of, find_run, owner_of
+from paceline.object_store.ownership import Owner, StoredRun, claim, epochs_of, find_run, owner_of
 from paceline.object_store.store import ObjectMissing, ObjectStore
 from paceline.runs.durable_files import write_atomically
 from paceline.system.strict_json import is_count, is_text, require_types, seal, to_json, unseal
@@ -47,7 +47,7 @@ class CopyState:
             raise UserError(f"{folder / STATE_FILE} cannot be read ({error}): remove it to copy the run anew") from None
 
 
-def require_run(store: ObjectStore) -> RemoteRun:
+def require_run(store: ObjectStore) -> StoredRun:
     """Return the newest state of a remote run; refuse a URL without one."""
     run = find_run(store)
     if run is None:
@@ -69,7 +69,7 @@ def require_idle(store: ObjectStore, report: Report, seconds: float = ALIVE_SECO
             raise UserError(f"{what}: stop the run there first, or add --take-over to go on here without asking it")
 
 
-def _pulse(store: ObjectStore) -> tuple[RemoteRun, bytes]:
+def _pulse(store: ObjectStore) -> tuple[StoredRun, bytes]:
     """Return what changes as long as a writer lives."""
     run = require_run(store)
     try:

@@ -13,7 +13,7 @@ from paceline.assembly.preflight import provenance, startup_warnings
 from paceline.config import RunConfig
 from paceline.data.datasets import Dataset, Location, load, locate_data, resolve_dataset
 from paceline.errors import ServerLost, UserError
-from paceline.object_store.mirroring import mirrored
+from paceline.object_store.mirroring import mirrored_to_store
 from paceline.reports.console import Console
 from paceline.runs.durable_files import write_atomically
 from paceline.runs.folder import RunFolder, new_folder, require_survivors
@@ -50,7 +50,7 @@ def serve(config: RunConfig, options: ListenOptions, console: Console, tell: Tel
     require_star(config, may_restart=tell is None)
     require_cuttable(config, options.num_servers)
     config, location = resolve_dataset(config)
-    with new_folder(config) as folder, mirrored(folder, config, console.report):
+    with new_folder(config) as folder, mirrored_to_store(folder, config, console.report):
         return folder, _keep_serving(_ServeOrder(config, folder, location, options, console, tell, resume=False))
 
 
@@ -65,7 +65,7 @@ def serve_again(
     require_star(config, may_restart=tell is None)
     options = as_before(options, folder, console.note)
     require_cuttable(config, options.num_servers)
-    with folder.locked(), mirrored(folder, config, console.report):
+    with folder.locked(), mirrored_to_store(folder, config, console.report):
         order = _ServeOrder(config, folder, locate_data(config), options, console, tell, resume=True)
         return folder, _keep_serving(order)
 

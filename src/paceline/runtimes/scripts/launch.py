@@ -9,7 +9,7 @@ from typing import Any
 from paceline.assembly.preflight import provenance
 from paceline.config import SCRIPT, SCRIPT_MAY_DECIDE, RunConfig, given
 from paceline.errors import UserError
-from paceline.object_store.mirroring import mirrored
+from paceline.object_store.mirroring import mirrored_to_store
 from paceline.reports.console import Console
 from paceline.runs.arrival_log import next_incarnation
 from paceline.runs.folder import RunFolder, new_folder, require_survivors
@@ -32,7 +32,7 @@ def run_script(config: RunConfig, command: list[str], console: Console) -> tuple
     config = resolve_own_loop(dataclasses.replace(config, task=f"{SCRIPT}:{script.stem}"))
     faults = faults_for_processes(config, script=True)
     require_paceline(script)
-    with new_folder(config) as folder, mirrored(folder, config, console.report), ForkServer() as forks:
+    with new_folder(config) as folder, mirrored_to_store(folder, config, console.report), ForkServer() as forks:
         ScriptCall.of(command).save(folder)
         spec = {"facts": provenance(config, None), "script": [str(script), *command[1:]], "typed": typed}
         processes = ProcessPlan(spec, [], server_role="script server", worker_role="script", faults=faults)
@@ -53,7 +53,7 @@ def resume_script(folder: RunFolder, config: RunConfig, console: Console) -> dic
         console.note(f"{call.path} has changed since the run began: it goes on with the script as it is now")
     incarnation, _ = next_incarnation(folder.arrivals_file, config)
     spec = {"facts": provenance(config, None), "script": call.command, "cwd": call.cwd, "resume": True}
-    with mirrored(folder, config, console.report), ForkServer() as forks:
+    with mirrored_to_store(folder, config, console.report), ForkServer() as forks:
         processes = ProcessPlan(spec, [], incarnation, server_role="script server", worker_role="script")
         result = run_local(config, folder, forks, processes, console.report)
     require_survivors(result, folder)

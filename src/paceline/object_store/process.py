@@ -1,4 +1,4 @@
-"""`python -m paceline.object_store.helper`: the process that copies a run to or from a store, beside the run.
+"""`python -m paceline.object_store.process`: the process that copies a run to or from a store, beside the run.
 
 Its output is JSON rows for the process that started it. Its input says when to end; its end, that the run is gone.
 """
@@ -25,10 +25,10 @@ from paceline.object_store.upload import FolderUpload, UploadState
 from paceline.system.strict_json import to_json
 
 PERIOD_SECONDS = 2.0
-LAG_SECONDS = 60.0
+LAG_SECONDS, LOOK_SECONDS = 60.0, 1.0
 MAX_DELAY_SECONDS = 30.0
 GONE_SECONDS = 60.0  # for a last pass after the run was killed
-LAST_TRIES = 4  # at the end of the run
+LAST_TRIES, RETRY_SECONDS = 4, 0.5  # at the end of the run
 NICENESS = 19
 END, DISCARD = "end", "discard"
 Wait = Callable[[float], str | None]
@@ -42,12 +42,12 @@ class MirrorLoop:
         self._failures, self._says_kept = 0, False
         self._since = self._told = 0.0  # when the folder was last copied as a whole; whether a lag was reported
         self._delay = 0.0
+        self._is_over = threading.Event()
 
     def run(self, wait: Wait) -> bool:
         """Copy until `wait` returns an order; then copy the rest, and return whether all of it is there."""
-        watch = threading.Thread(target=self._watch, name="paceline-lag", daemon=True)
         self._since = time.monotonic()
-        watch.start()
+        threading.Thread(target=self._watch, name="paceline-lag", daemon=True).start()
         try:
             while (order := wait(self._delay)) is None:
                 self._pass()
@@ -61,6 +61,8 @@ class MirrorLoop:
             while wait(MAX_DELAY_SECONDS) is None:
                 pass
             return True
+        finally:
+            self._is_over.set()
 
     def _pass(self) -> None:
         began = time.monotonic()
@@ -90,8 +92,7 @@ class MirrorLoop:
 
     def _watch(self) -> None:
         """Report a lag from another thread: the store may not answer at all."""
-        while True:
-            time.sleep(1.0)
+        while not self._is_over.wait(LOOK_SECONDS):
             behind = time.monotonic() - self._since
             if behind > LAG_SECONDS and not self._told and not self._failures:
                 self._told = behind
@@ -109,7 +110,7 @@ class MirrorLoop:
             except StoreFailed as error:
                 self._report({"kind": "failing", "text": str(error)})
             if number < LAST_TRIES - 1:
-                time.sleep(0.5 * 2.0**number)
+                time.sleep(RETRY_SECONDS * 2.0**number)
         return False
 
     def _note(self, text: str) -> None:
@@ -150,11 +151,11 @@ def mirror(folder: str, url: str) -> int:
 
 
 def fetch(url: str, folder: str, mode: str) -> int:
-    """Download a run: to go on with it ("resume", "take-over"), to replay it ("read") or to look at it ("light")."""
+    """Download a run; with mode "resume", only if no other machine writes it."""
     store = ObjectStore(url)
     if mode == "resume":
         require_idle(store, say)
-    fetch_run(store, Path(folder), say, light=mode == "light")
+    fetch_run(store, Path(folder), say)
     say({"kind": "ready"})
     return 0
 
