@@ -10,8 +10,8 @@ import pytest
 from paceline.errors import UserError
 from paceline.object_store import ownership
 from paceline.object_store.download import fetch_run
-from paceline.object_store.process import MirrorLoop
 from paceline.object_store.ownership import Fenced, claim, epochs_of, find_run
+from paceline.object_store.process import MirrorLoop
 from paceline.object_store.store import ObjectStore
 from paceline.object_store.takeover import CopyState, require_idle, take_ownership
 from paceline.object_store.upload import FolderUpload
