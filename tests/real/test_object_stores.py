@@ -98,7 +98,7 @@ def test_a_store_that_refuses_at_the_start_is_one_line_and_leaves_nothing(tmp_pa
     refused = run(*words, cwd=tmp_path, environment=environment)
     assert refused.process.returncode == 2
     (line,) = (line for line in refused.err.splitlines() if line.startswith("paceline: "))
-    assert f"odd://{tmp_path}/remote/it: write owners/00000001.json: PermissionError" in line
+    assert f"odd://{tmp_path}/remote/it cannot be used (write owners/00000001.json: PermissionError: " in line
     assert not (tmp_path / "runs").exists()
     odd_store.control(tmp_path)
     broken = run(*words, "--task", "missing.py:build", cwd=tmp_path, environment=environment)

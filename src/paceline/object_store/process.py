@@ -166,7 +166,9 @@ def main(verb: str, *words: str) -> int:
     try:
         return mirror(*words) if verb == "mirror" else fetch(*words)
     except PacelineError as error:
-        what = f"{words[0 if verb == 'fetch' else 1]}: {error}" if isinstance(error, StoreFailed) else str(error)
+        what, url = str(error), words[0 if verb == "fetch" else 1]
+        if isinstance(error, StoreFailed):
+            what = f"{url} cannot be used ({what}): check the URL, the network and the credentials of the store"
         say({"kind": "refused", "text": what})
         return error.exit_code
 
