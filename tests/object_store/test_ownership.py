@@ -102,7 +102,7 @@ def test_a_store_without_conditional_writes_fences_the_first_of_two(
 
 
 def test_a_new_run_does_not_replace_one_of_its_name(store: TestStore, tmp_path: Path) -> None:
-    upload_of(made_run(tmp_path / "a"), store)
+    upload_of(made_run(tmp_path / "a"), store).sync()
     with pytest.raises(UserError, match=r"exists already: choose another --name, or 'paceline resume memory://"):
         upload_of(made_run(tmp_path / "b"), store)
 
@@ -121,8 +121,9 @@ def test_a_folder_of_this_machine_goes_on_after_a_crash_and_to_another_store(sto
     assert take_ownership(store, here.path).epoch == 2
     other = TestStore(memory_url())
     assert take_ownership(other, here.path).epoch == 1
-    state = CopyState.load(here.path)
-    assert state is not None and state.url == other.url
+    assert take_ownership(store, here.path).epoch == 3, "a copy elsewhere does not end this one"
+    state = CopyState.load(here.path, other.url)
+    assert state is not None and state.epoch == 1
 
 
 def test_a_run_that_was_written_since_its_download_is_refused(store: TestStore, tmp_path: Path) -> None:

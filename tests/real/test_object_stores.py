@@ -8,6 +8,7 @@ from pathlib import Path
 
 import odd_store
 import pytest
+from object_store import helper_of
 
 from paceline.object_store.ownership import find_run
 from paceline.object_store.store import ObjectStore
@@ -104,3 +105,16 @@ def test_a_store_that_refuses_at_the_start_is_one_line_and_leaves_nothing(tmp_pa
     broken = run(*words, "--task", "missing.py:build", cwd=tmp_path, environment=environment)
     assert broken.process.returncode == 2
     assert not list((tmp_path / "remote").rglob("*.json")), "a run that never started leaves nothing in the store"
+
+
+@pytest.mark.real
+@pytest.mark.long
+def test_a_copying_process_that_is_killed_is_named_and_the_run_ends_well(tmp_path: Path) -> None:
+    words = (*TRAIN, "--steps", "1000000", "--max-seconds", "3", "--mirror", f"file://{tmp_path}/remote")
+    with Command(*words, cwd=tmp_path) as command:
+        wait_for_records(tmp_path / "runs/it", 100)
+        os.kill(helper_of(command.process.pid), signal.SIGKILL)
+        assert command.finish() == 0, command.err
+    assert "the process that copies the run ended with code -9: the run goes on" in command.err
+    assert "does not hold the whole run" in command.err
+    assert not (tmp_path / "runs/it/mirror.log").exists()

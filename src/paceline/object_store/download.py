@@ -92,7 +92,7 @@ def _download_file(
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("xb") as file:
         for part in parts:
-            content = store.get(part.object_name(prefix, name))
+            content = store.get(part.object_name(prefix, name), part.nbytes + 1)
             if len(content) != part.nbytes or hashlib.sha256(content).hexdigest() != part.sha256:
                 what = f"{part.nbytes} bytes from byte {part.offset} of {name}"
                 raise DamagedPart(f"{what} have another length or checksum than the manifest says")

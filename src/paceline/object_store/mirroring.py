@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -30,18 +31,16 @@ class StoreHelper:
 
     def __init__(self, words: list[str], report: Report, output_file: Path | None = None) -> None:
         self._report, self._output_file = report, output_file
-        command = helper_command("paceline.object_store.process", *words)
-        with contextlib.ExitStack() as opened:
-            errors: Any = opened.enter_context(output_file.open("wb")) if output_file is not None else None
-            # In its own session: Ctrl-C is for the run, which then ends its helper.
-            self.process = subprocess.Popen(
-                command,
-                env=helper_environment(),
-                start_new_session=True,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-            )
+        self._errors: Any = output_file.open("w+b") if output_file is not None else tempfile.TemporaryFile()  # noqa: SIM115
+        # In its own session: Ctrl-C is for the run, which then ends its helper.
+        self.process = subprocess.Popen(
+            helper_command("paceline.object_store.process", *words),
+            env=helper_environment(),
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+        )
         self._answered = threading.Event()
         self.refusal: str | None = None
         self.state: dict[str, Any] = {}
@@ -73,7 +72,11 @@ class StoreHelper:
                     self.last = row
                 case _:
                     self._report(row)
+        was_ready = self._answered.is_set() and self.refusal is None
         self._answered.set()
+        if self.process.wait() and was_ready and not self._is_ending:
+            end = f"with code {self.process.returncode}{self._last_words()}"
+            self._report({"kind": "note", "text": f"the process that copies the run ended {end}: the run goes on"})
 
     def _show_state(self) -> None:
         done, nbytes = self.state["done"], self.state["nbytes"]
@@ -118,9 +121,8 @@ class StoreHelper:
         self._thread.join()
 
     def _last_words(self) -> str:
-        if self._output_file is None:
-            return ""
-        lines = self._output_file.read_text(errors="replace").strip().splitlines()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return f" ({lines[-1]})" if lines else ""
 
     def close(self) -> None:
@@ -128,6 +130,7 @@ class StoreHelper:
         if self._output_file is not None and not self._last_words():
             with contextlib.suppress(OSError):
                 self._output_file.unlink()
+        self._errors.close()
 
 
 @contextlib.contextmanager
@@ -188,6 +191,7 @@ def copy_to_store(folder: RunFolder, base: str, report: Report) -> str:
     helper.order(END)
     if not helper.wait() or helper.last is None or not helper.last["complete"]:
         raise UserError(f"{url} cannot be written ({helper.why or 'no answer'}): the copy is not complete")
+    helper.close()
     return url
 
 

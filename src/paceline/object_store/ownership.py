@@ -15,6 +15,7 @@ from paceline.object_store.store import ObjectMissing, ObjectStore
 from paceline.system.strict_json import is_count, is_text, require_types, seal, to_json, unseal
 
 EPOCH_DIGITS, GENERATION_DIGITS = 8, 12
+MAX_OWNER_NBYTES, MAX_MANIFEST_NBYTES = 10_000, 256 << 20
 _WRITER = re.compile("[0-9a-f]{12}")
 
 
@@ -57,7 +58,7 @@ def epochs_of(store: ObjectStore) -> list[int]:
 def owner_of(store: ObjectStore, epoch: int) -> Owner:
     """Read the owner of an epoch."""
     try:
-        value = unseal(store.get(_owner_name(epoch)))
+        value = unseal(store.get(_owner_name(epoch), MAX_OWNER_NBYTES))
         require_types(value, {"epoch": is_count, "writer": is_text, "host": is_text})
         owner = Owner(value["epoch"], value["writer"], value["host"])
         if owner.epoch != epoch or not _WRITER.fullmatch(owner.writer):
@@ -82,7 +83,7 @@ def find_run(store: ObjectStore) -> StoredRun | None:
         newest = newest or owner
         for name in reversed(store.names(f"{owner.prefix}/manifests")):
             try:
-                return StoredRun(newest, owner, Manifest.from_bytes(store.get(name)))
+                return StoredRun(newest, owner, Manifest.from_bytes(store.get(name, MAX_MANIFEST_NBYTES)))
             except ObjectMissing:
                 continue  # its writer has just replaced it
             except ValueError as error:

@@ -24,7 +24,7 @@ from paceline.object_store.takeover import require_idle, take_ownership
 from paceline.object_store.upload import FolderUpload, UploadState
 from paceline.system.strict_json import to_json
 
-PERIOD_SECONDS = 2.0
+PERIOD_SECONDS, MAX_REST_SECONDS = 2.0, 5.0
 LAG_SECONDS, LOOK_SECONDS = 60.0, 1.0
 MAX_DELAY_SECONDS = 30.0
 GONE_SECONDS = 60.0  # for a last pass after the run was killed
@@ -76,7 +76,8 @@ class MirrorLoop:
             if self._failures == 1:
                 self._note(f"{self._url} cannot be written ({error}): the run goes on, and the copy is tried again")
             return
-        self._delay = max(PERIOD_SECONDS, time.monotonic() - began)  # a slow store is not kept busy all the time
+        took = time.monotonic() - began
+        self._delay = min(MAX_REST_SECONDS, max(PERIOD_SECONDS, took))  # a slow store is not kept busy all the time
         if done:
             self._caught_up(began)
         if self._upload.not_deleted and not self._says_kept:
@@ -117,12 +118,16 @@ class MirrorLoop:
         self._report({"kind": "note", "text": text})
 
 
-def say(row: dict[str, Any]) -> None:
-    """Write one row to the process that started this one; it may be gone."""
-    try:
-        os.write(1, to_json(row).encode() + b"\n")
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+def speaker(output: int) -> Report:
+    """Return a function that writes rows to the process that started this one, which may be gone."""
+
+    def say(row: dict[str, Any]) -> None:
+        try:
+            os.write(output, to_json(row).encode() + b"\n")
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+
+    return say
 
 
 def _order(seconds: float) -> str | None:
@@ -135,7 +140,7 @@ def _order(seconds: float) -> str | None:
     return found or END
 
 
-def mirror(folder: str, url: str) -> int:
+def mirror(say: Report, folder: str, url: str) -> int:
     """Copy a run folder until its run has ended."""
     store = ObjectStore(url)
 
@@ -150,7 +155,7 @@ def mirror(folder: str, url: str) -> int:
     return 0
 
 
-def fetch(url: str, folder: str, mode: str) -> int:
+def fetch(say: Report, url: str, folder: str, mode: str) -> int:
     """Download a run; with mode "resume", only if no other machine writes it."""
     store = ObjectStore(url)
     if mode == "resume":
@@ -163,8 +168,10 @@ def fetch(url: str, folder: str, mode: str) -> int:
 def main(verb: str, *words: str) -> int:
     """Run one verb; say why it was refused."""
     os.nice(NICENESS if verb == "mirror" else 0)
+    say = speaker(os.dup(1))
+    os.dup2(2, 1)  # what a library prints is no row
     try:
-        return mirror(*words) if verb == "mirror" else fetch(*words)
+        return mirror(say, *words) if verb == "mirror" else fetch(say, *words)
     except PacelineError as error:
         what, url = str(error), words[0 if verb == "fetch" else 1]
         if isinstance(error, StoreFailed):

@@ -49,9 +49,9 @@ class ObjectStore:
             raise
         return True
 
-    def get(self, name: str) -> bytes:
-        """Read one object; raise ObjectMissing if there is none."""
-        return bytes(self._try("read", name, lambda path: self._files.cat_file(path)))
+    def get(self, name: str, limit: int) -> bytes:
+        """Read one object, or its first `limit` bytes; raise ObjectMissing if there is none."""
+        return bytes(self._try("read", name, lambda path: self._files.cat_file(path, 0, limit)))
 
     def names(self, prefix: str) -> list[str]:
         """List the objects below `prefix`, sorted; empty if there are none."""

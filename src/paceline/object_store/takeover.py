@@ -16,6 +16,7 @@ from paceline.system.strict_json import is_count, is_text, require_types, seal, 
 STATE_FILE = "mirror.json"
 ALIVE_SECONDS = 10.0  # how long to watch whether a remote run is still written
 POLL_SECONDS = 1.0
+MAX_ALIVE_NBYTES = 100
 
 
 @dataclass(frozen=True)
@@ -31,20 +32,28 @@ class CopyState:
     generation: int | None = None
 
     def save(self, folder: Path) -> None:
-        """Keep it in the run folder; it stays on this machine."""
-        write_atomically(folder / STATE_FILE, to_json(seal(asdict(self))).encode())
+        """Keep it in the run folder, beside those of other stores; it stays on this machine."""
+        states = {**_states(folder), self.url: self}
+        value = {"copies": [asdict(state) for state in states.values()]}
+        write_atomically(folder / STATE_FILE, to_json(seal(value)).encode())
 
     @staticmethod
-    def load(folder: Path) -> CopyState | None:
-        """Read it; None if the folder was never copied."""
-        try:
-            value = unseal((folder / STATE_FILE).read_bytes())
-            require_types(value, {"url": is_text, "epoch": is_count, "writer": is_text, "generation": is_count})
-            return CopyState(value["url"], value["epoch"], value["writer"], value["generation"])
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"{folder / STATE_FILE} cannot be read ({error}): remove it to copy the run anew") from None
+    def load(folder: Path, url: str) -> CopyState | None:
+        """Read the state of one copy; None if the folder was never copied there."""
+        return _states(folder).get(url)
+
+
+def _states(folder: Path) -> dict[str, CopyState]:
+    found = {}
+    try:
+        for row in unseal((folder / STATE_FILE).read_bytes())["copies"]:
+            require_types(row, {"url": is_text, "epoch": is_count, "writer": is_text, "generation": is_count})
+            found[row["url"]] = CopyState(**row)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / STATE_FILE} cannot be read ({error}): remove it to copy the run anew") from None
+    return found
 
 
 def require_run(store: ObjectStore) -> StoredRun:
@@ -73,17 +82,15 @@ def _pulse(store: ObjectStore) -> tuple[StoredRun, bytes]:
     """Return what changes as long as a writer lives."""
     run = require_run(store)
     try:
-        return run, store.get(f"{run.newest.prefix}/alive")
+        return run, store.get(f"{run.newest.prefix}/alive", MAX_ALIVE_NBYTES)
     except ObjectMissing:
         return run, b""
 
 
 def take_ownership(store: ObjectStore, folder: Path) -> Owner:
     """Become the writer of the remote run of this folder; refuse if the store holds another run, or a later state."""
-    state, epochs = CopyState.load(folder), epochs_of(store)
-    if state is not None and state.url != store.url:
-        state = None  # the copy goes elsewhere from now on
-    if state is None and epochs:
+    state, epochs = CopyState.load(folder, store.url), epochs_of(store)
+    if state is None and epochs and find_run(store) is not None:  # else another one was killed before its first pass
         raise UserError(f"{store.url} exists already: choose another --name, or 'paceline resume {store.url}'")
     if state is not None and epochs:
         _require_newest(store, state, epochs[0])

@@ -70,6 +70,8 @@ class FolderUpload:
         found = {file.name: self._parts[file.name] for file in files}
         if self._manifest is None or (found, ended) != (self._manifest.files, self._manifest.ended):
             self._commit(found, ended)
+        else:
+            self._beat()
         return True
 
     def _upload(self, files: list[LocalFile]) -> None:
@@ -79,7 +81,7 @@ class FolderUpload:
         ]
         missing = sum(nbytes for _, _, nbytes in plans)
         self.state = UploadState(missing, 0, sum(nbytes > 0 for _, _, nbytes in plans))
-        for file, parts, nbytes in plans:
+        for file, parts, _ in plans:
             begin = parts[-1].end if parts else 0
             self._parts[file.name] = parts
             self._stamps.pop(file.name, None)
@@ -90,9 +92,8 @@ class FolderUpload:
                 done = self.state.done + part.nbytes
                 self.state = UploadState(missing, done, self.state.files - (begin == file.nbytes))
                 self._tell(self.state)
-            self._stamps[file.name] = file.stamp
-            if nbytes:
                 self._beat()
+            self._stamps[file.name] = file.stamp
 
     def _kept(self, file: LocalFile) -> Parts:
         """Return the parts of a file that stay as they are."""
@@ -124,7 +125,7 @@ class FolderUpload:
         return part
 
     def _beat(self) -> None:
-        """Show during a long pass that its writer lives."""
+        """Show that the writer lives, during a long pass and if nothing is new."""
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + BEAT_SECONDS
             self._beats += 1
