@@ -31,6 +31,7 @@ LAYERS = {
     "transports": 3,
     "analysis": 4,
     "assembly": 4,
+    "object_store": 4,
     "tracking": 4,
     "runtimes.server": 5,
     "runtimes.worker_loop": 5,

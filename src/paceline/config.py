@@ -249,7 +249,13 @@ class RunConfig:
         None, "send metrics to csv, tensorboard, mlflow, wandb, otel or MODULE:CLASS; may be repeated", metavar="NAME"
     )
     name: str | None = _run(None, "name of the run (default: strategy, model, workers and time)", _folder_name)
-    runs: str = _run("runs", "folder that holds the runs", metavar="DIR")
+    runs: str = _run("runs", "folder that holds the runs; a URL is short for --runs runs --mirror URL", metavar="DIR")
+    mirror: str | None = _run(
+        None,
+        "copy the run folder behind the run to an object store, to URL/NAME, as in s3://BUCKET/runs; none: do not "
+        "(default none)",
+        metavar="URL",
+    )
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
@@ -259,6 +265,16 @@ class RunConfig:
                 object.__setattr__(self, spec.name, value)
                 if check is not None:
                     check(spec.name.replace("_", "-"), value)
+        if is_url(self.runs):
+            if self.mirror is not None:
+                raise UserError(f"--runs {self.runs} and --mirror {self.mirror}: give a local folder as --runs")
+            object.__setattr__(self, "mirror", self.runs)
+            object.__setattr__(self, "runs", FIELDS["runs"].default)
+
+
+def is_url(text: str) -> bool:
+    """Whether a place is in an object store: a URL, not a path of this machine."""
+    return "://" in text
 
 
 def max_workers_of(config: RunConfig) -> int:
@@ -286,7 +302,7 @@ floats are zero, and averages, statistics of norm layers and dropped pushes are 
 SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only", "parameters")
 """Settings of a simulated cluster."""
 
-UPKEEP = ("keep", "restart", "restart_workers", "stall", "recovery", "durable", "track", "robust")
+UPKEEP = ("keep", "restart", "restart_workers", "stall", "recovery", "durable", "track", "robust", "mirror")
 """Settings of a run's files, and of what its server lets in, not of its training: `paceline resume` may change them."""
 
 SCRIPT_DECIDES = (

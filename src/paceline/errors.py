@@ -7,6 +7,7 @@
     ├── RunFailed            a process died, or the machine ran out of a resource: exit code 1
     │   └── ServerLost       the server process was killed; every acknowledged push is in the run folder
     ├── ChildFailed          a child process failed: its last message and its exit code
+    ├── StoreFailed          an object store did not do what was asked; the run goes on without it
     ├── UnknownWorker        a restarted server does not know this worker, which may join again
     ├── Interrupted          Ctrl-C or SIGTERM during several runs: exit code 130
     └── ProtocolError        a peer sent a message that breaks the protocol
@@ -65,6 +66,10 @@ class ChildFailed(PacelineError):
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
         self.exit_code = exit_code
+
+
+class StoreFailed(PacelineError):
+    """An object store is unreachable, refuses, or does not hold what was asked for."""
 
 
 class UnknownWorker(PacelineError):

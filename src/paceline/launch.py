@@ -12,6 +12,7 @@ from paceline.config import RunConfig, is_script, is_simulated
 from paceline.data.datasets import Location, locate_data, resolve_dataset
 from paceline.errors import UserError
 from paceline.interfaces import Report
+from paceline.object_store.mirroring import mirrored_to_store
 from paceline.reports.console import Console
 from paceline.runs.arrival_log import next_incarnation
 from paceline.runs.folder import RunFolder, new_folder
@@ -63,7 +64,7 @@ def train(
         return train_as_rank(config, rank, location, console.report)
     with _fork_server(config) as forks:  # it imports torch while this process finds the data
         config, location = resolve_dataset(config)
-        with new_folder(config) as folder:
+        with new_folder(config) as folder, mirrored_to_store(folder, config, console.report):
             return folder, _run(config, folder, location, forks, console.report, 0, faults)
 
 
@@ -85,16 +86,16 @@ def resume(
         what = f"{path} was served to workers that connect, and they would not find it"
         raise UserError(f"{what}: 'paceline server --resume {path}' continues it, with the workers that come back")
     with folder.locked():
+        folder.require_unfinished(config.recovery)
         if is_script(config):
             from paceline.runtimes.scripts.launch import resume_script
 
             return folder, resume_script(folder, config, console)
-        folder.require_unfinished(config.recovery)
         location = locate_data(config)
         check_processes(config)
         require_device(config)
         incarnation, _ = next_incarnation(folder.arrivals_file, config)
-        with _fork_server(config) as forks:
+        with mirrored_to_store(folder, config, console.report), _fork_server(config) as forks:
             return folder, _run(config, folder, location, forks, console.report, incarnation)
 
 

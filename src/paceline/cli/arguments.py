@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paceline.config import FIELDS, RunConfig, read_toml
+from paceline.config import FIELDS, RunConfig, is_url, read_toml
 from paceline.errors import UserError, unknown_name
+from paceline.reports.console import Console
 from paceline.system.terminal import UNLIMITED_WIDTH, fold_help, terminal_width
 
 NARROW = 60  # columns below which the help of a flag stands under it
@@ -158,12 +161,51 @@ def add_trust(parser: Parser) -> None:
     parser.add("--trust", "import the code that a run of another user or machine names", action="store_true")
 
 
-def require_trust(parsed: argparse.Namespace, run: str, trackers: bool = False) -> None:
-    """Refuse a run of somebody else that names code, unless the user has given `--trust`."""
+def require_trust(parsed: argparse.Namespace, run: str, trackers: bool = False, mirror: bool = False) -> None:
+    """Refuse a run of somebody else that names code or a store to write to, unless the user has given `--trust`."""
     from paceline.runs.folder import RunFolder
 
     if not parsed.trust:
-        RunFolder.open(Path(run)).require_trust(trackers)
+        RunFolder.open(Path(run)).require_trust(trackers, mirror)
+
+
+def add_take_over(parser: Parser) -> None:
+    text = "with a URL: go on at once, without watching whether another machine still writes the run"
+    parser.add("--take-over", text, "run folder", action="store_true")
+
+
+@contextlib.contextmanager
+def run_to_resume(parsed: argparse.Namespace, run: str, console: Console) -> Iterator[str]:
+    """Yield the folder of the run to go on with. Download one in a store, which it is copied to again."""
+    if not is_url(run):
+        if parsed.take_over:
+            raise UserError(
+                f"--take-over is about a run in a store, and {run} is a folder of this machine: leave it out"
+            )
+        yield run
+        return
+    from paceline.object_store.mirroring import fetched
+
+    if parsed.mirror is None:
+        parsed.mirror = run.rstrip("/").rpartition("/")[0]
+    mode = "take-over" if parsed.take_over else "resume"
+    if is_url(runs := parsed.runs or RunConfig().runs):
+        raise UserError(f"--runs {runs}: {run} is downloaded to a folder of this machine; give that one")
+    with fetched(run, Path(runs), console.report, mode) as path:
+        yield str(path)
+
+
+@contextlib.contextmanager
+def run_to_read(run: str, console: Console) -> Iterator[str]:
+    """Yield the folder of a run to read; of one in a store a copy that is removed afterwards."""
+    if not is_url(run):
+        yield run
+        return
+    from paceline.object_store.mirroring import fetched
+
+    with tempfile.TemporaryDirectory(prefix="paceline-") as place:
+        with fetched(run, Path(place), console.report, "read") as path:
+            yield str(path)
 
 
 def config_from(parsed: argparse.Namespace, file: str | None, base: dict[str, Any] | None = None) -> RunConfig:

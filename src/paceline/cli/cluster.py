@@ -6,7 +6,15 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cli.arguments import Parser, add_settings, add_trust, config_from, require_trust
+from paceline.cli.arguments import (
+    Parser,
+    add_settings,
+    add_take_over,
+    add_trust,
+    config_from,
+    require_trust,
+    run_to_resume,
+)
 from paceline.cli.output import show
 from paceline.config import SCRIPT_DECIDES, SIMULATED_ONLY, UPKEEP, RunConfig, given
 from paceline.errors import RunFailed, UserError
@@ -48,7 +56,9 @@ def server_verb(arguments: list[str]) -> int:
     parser.add("--shards-elsewhere", elsewhere, "network", action="store_true")
     wait = "exit with code 1 if not all workers have connected by then [no limit]"
     parser.add("--wait", wait, "network", type=float, metavar="SECONDS")
-    parser.add("--resume", "continue a run whose server ended, at the same address", "network", metavar="RUN")
+    resume = "continue a run whose server ended, at the same address; or the URL of a copy, with --listen"
+    parser.add("--resume", resume, "network", metavar="RUN")
+    add_take_over(parser)
     again = "start the run --name, or resume it if it has begun: for a program that starts this command again"
     parser.add("--continue", again, "network", action="store_true")
     script = "serve workers that run this script; all that follows are its arguments"
@@ -78,9 +88,12 @@ def server_verb(arguments: list[str]) -> int:
         elif parsed.resume is not None:
             if parsed.script is not None:
                 raise UserError(f"--resume {parsed.resume} goes on with the script of that run: leave --script out")
-            require_trust(parsed, parsed.resume, trackers=parsed.track is None)
-            upkeep = {name: getattr(parsed, name) for name in UPKEEP if getattr(parsed, name) is not None}
-            folder, result = serve_again(Path(parsed.resume), options, console, upkeep=upkeep)
+            with run_to_resume(parsed, parsed.resume, console) as path:
+                require_trust(parsed, path, trackers=parsed.track is None, mirror=parsed.mirror is None)
+                upkeep = {name: getattr(parsed, name) for name in UPKEEP if getattr(parsed, name) is not None}
+                folder, result = serve_again(Path(path), options, console, upkeep=upkeep)
+        elif parsed.take_over:
+            raise UserError("--take-over is about a run in a store: add --resume URL")
         else:
             config = config_from(parsed, parsed.file)
             _refuse_script_settings(config, parsed.script)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from paceline.cli.arguments import Parser, add_trust, require_trust
+from paceline.config import is_url
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.reports.status_table import MAX_LETTERS
@@ -57,7 +58,8 @@ EXPORT_DESCRIPTION = """Send the metrics of runs to a tracker, from their folder
 
   paceline export runs --to tensorboard     then: tensorboard --logdir runs
   paceline export runs/NAME --to csv        metrics.csv in the run's folder
-  paceline export runs/NAME --to mine.py:Tracker --follow"""
+  paceline export runs/NAME --to mine.py:Tracker --follow
+  paceline export runs/NAME --to s3://BUCKET/runs    copy the whole run folder"""
 TRACE_DESCRIPTION = """Write the timeline of a run for https://ui.perfetto.dev: the work of each worker, and updates.
 
   paceline trace runs/NAME                          trace.json.gz in the run's folder
@@ -67,7 +69,8 @@ TRACE_DESCRIPTION = """Write the timeline of a run for https://ui.perfetto.dev: 
 def export_verb(arguments: list[str]) -> int:
     parser = Parser("export", EXPORT_DESCRIPTION, "paceline export RUN... --to NAME [--follow]")
     parser.add("runs", "run folders, or folders of runs", nargs="+", metavar="RUN")
-    parser.add("--to", "tracker: csv, tensorboard, mlflow, wandb, otel or MODULE:CLASS", required=True, metavar="NAME")
+    to = "tracker: csv, tensorboard, mlflow, wandb, otel or MODULE:CLASS; or the URL of a store, for the run folder itself"
+    parser.add("--to", to, required=True, metavar="NAME")
     parser.add("--follow", "keep sending until the run ends", action="store_true")
     parsed = parser.parse_strictly(arguments)
     from paceline.analysis.listing import run_folders
@@ -76,10 +79,12 @@ def export_verb(arguments: list[str]) -> int:
     from paceline.tracking.feed import feed
     from paceline.tracking.registry import make_tracker
 
-    check_tracker(parsed.to)
     paths, others = run_folders([Path(run) for run in parsed.runs])
     for line in others:
         print(f"paceline: {line}", file=sys.stderr)
+    if is_url(parsed.to):
+        return _export_to_store(paths, parsed)
+    check_tracker(parsed.to)
     if parsed.follow and len(paths) > 1:
         raise UserError(f"--follow takes one run at a time, got {len(paths)}: leave out the others")
     code = 0
@@ -99,6 +104,23 @@ def export_verb(arguments: list[str]) -> int:
             continue
         print(printable(f"{folder.path}: {num_rows} rows to {parsed.to}", MAX_LETTERS), flush=True)
     return code
+
+
+def _export_to_store(paths: list[Path], parsed: argparse.Namespace) -> int:
+    """Copy run folders to a store, also those of which a part is there."""
+    from paceline.object_store.mirroring import copy_to_store
+    from paceline.runs.folder import RunFolder
+    from paceline.settings.imports import check_mirror
+
+    check_mirror(parsed.to)
+    if parsed.follow:
+        raise UserError(f"--follow is for trackers: 'paceline train --mirror {parsed.to}' copies a run while it trains")
+    with Console() as console:
+        for folder in map(RunFolder.open, paths):
+            with folder.locked():
+                url = copy_to_store(folder, parsed.to, console.report)
+            console.note(printable(f"{folder.path}: copied to {url}", MAX_LETTERS))
+    return 0
 
 
 def trace_verb(arguments: list[str]) -> int:

@@ -31,7 +31,18 @@ SOAK_DESCRIPTION = """Simulate random clusters, strategies and faults, and check
   paceline soak --seeds 2000
   paceline soak --seeds 1 --first 4711                        repeat one seed
   paceline soak --seeds 1 --first 4711 --faults faults.toml   with the faults of a file"""
-NOT_INHERITED = ("name", "runs", "faults", "delay", "snapshots", "restart", "restart_workers", "stall", "durable")
+NOT_INHERITED = (
+    "name",
+    "runs",
+    "faults",
+    "delay",
+    "snapshots",
+    "restart",
+    "restart_workers",
+    "stall",
+    "durable",
+    "mirror",
+)
 GIVEN_WEIGHTS = ("weights", "weights_partial", "weights_sha256")
 
 

@@ -8,10 +8,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.arguments import Parser, add_settings, add_trust, config_from, require_trust
+from paceline.cli.arguments import (
+    Parser,
+    add_settings,
+    add_take_over,
+    add_trust,
+    config_from,
+    require_trust,
+    run_to_read,
+    run_to_resume,
+)
 from paceline.cli.cluster import add_encryption, chosen_tls
 from paceline.cli.output import EXIT_CODES, show
-from paceline.config import FIELDS, SCRIPT_DECIDES, SIMULATED_ONLY, UPKEEP, RunConfig
+from paceline.config import FIELDS, SCRIPT_DECIDES, SIMULATED_ONLY, UPKEEP, RunConfig, is_url
 from paceline.errors import UserError, unknown_name
 from paceline.reports.console import Console
 from paceline.settings.ranks import LAUNCHER_VARIABLES, Rank, rank_here
@@ -124,14 +133,18 @@ def run_verb(arguments: list[str]) -> int:
 
 def resume_verb(arguments: list[str]) -> int:
     parser = Parser("resume", "Continue a run that was stopped or killed; no acknowledged push is lost.")
-    parser.add("run", "a run folder, as in runs/NAME", metavar="RUN")
+    parser.add("run", "a run folder, as in runs/NAME, or the URL of a copy, as in s3://BUCKET/runs/NAME", metavar="RUN")
     _add_places(parser)
     add_settings(parser, left_out=tuple(name for name in FIELDS if name not in UPKEEP))
+    parser.add("--runs", "with a URL: folder that the run is downloaded to [runs]", "run folder", metavar="DIR")
+    add_take_over(parser)
     add_trust(parser)
     parser.add("--json", "print result.json on standard output at the end", action="store_true")
     parsed = parser.parse_strictly(arguments)
-    require_trust(parsed, parsed.run, trackers=parsed.track is None)
-    with Console() as console:
+    if parsed.runs is not None and not is_url(parsed.run):
+        raise UserError(f"--runs {parsed.runs} is for a run in a store, and {parsed.run} has its folder: leave it out")
+    with Console() as console, run_to_resume(parsed, parsed.run, console) as parsed.run:
+        require_trust(parsed, parsed.run, trackers=parsed.track is None, mirror=parsed.mirror is None)
         folder, result = _resume(parsed, console)
     return show(folder, result, parsed.json)
 
@@ -152,16 +165,18 @@ def _resume(parsed: argparse.Namespace, console: Console) -> tuple[RunFolder, di
 
 def replay_verb(arguments: list[str]) -> int:
     parser = Parser("replay", "Compute a run again from its log, and compare weights and losses bit by bit.")
-    parser.add("run", "a run folder, as in runs/NAME", metavar="RUN")
+    parser.add("run", "a run folder, as in runs/NAME, or the URL of a copy in a store", metavar="RUN")
     parser.add("--until", "stop after update N and save its weights", type=int, metavar="N")
     parser.add("--output", "file for the weights of --until [RUN/replay-N.safetensors]", metavar="FILE")
     add_trust(parser)
     parser.add("--json", "print the comparison as JSON", action="store_true")
     parsed = parser.parse_strictly(arguments)
-    require_trust(parsed, parsed.run)
+    if is_url(parsed.run) and parsed.until is not None and parsed.output is None:
+        raise UserError(f"--until {parsed.until}: {parsed.run} has no folder here for the weights: add --output FILE")
     from paceline.studies.replay import describe, replay
 
-    with Console() as console:
+    with Console() as console, run_to_read(parsed.run, console) as parsed.run:
+        require_trust(parsed, parsed.run)
         output = Path(parsed.output) if parsed.output is not None else None
         outcome = replay(Path(parsed.run), console, parsed.until, output)
     print(to_json(outcome, indent=2) if parsed.json else fold_for(sys.stdout, describe(outcome)))

@@ -64,6 +64,7 @@ class RunFolder:
         self.token_file = path / "token"
         self.read_token_file = path / "read-token"
         self.owner_file = path / "owner"
+        self.copy_state_file = path / "mirror.json"
 
     @property
     def has_log(self) -> bool:
@@ -141,7 +142,7 @@ class RunFolder:
         where = f"{self.path} at update {update}" if update is not None else str(self.path)
         way_on = "start it again"
         with contextlib.suppress(OSError, UserError):
-            if not self._is_unstarted():
+            if not self.is_unstarted():
                 way_on = self.resume_hint(self.config())
         return UserError(f"{what} in {where}: {remedy}, then {way_on}")
 
@@ -187,15 +188,18 @@ class RunFolder:
     def sign(self) -> None:
         """Mark the folder as this user's, if it names code to import; a user without a key needs --trust later."""
         config = self.config()
-        if self._named_code(config):
+        if self._named_code(config, trackers=True, mirror=True):
             with contextlib.suppress(OSError, RuntimeError):
                 signature = sign(self._signed(config))
                 write_atomically(self.owner_file, f"{signature}\n".encode())
 
-    def require_trust(self, trackers: bool) -> None:
-        """Refuse a folder of somebody else that names code to import: a task, a script or (if asked) `trackers`."""
+    def require_trust(self, trackers: bool, mirror: bool = False) -> None:
+        """Refuse a folder of somebody else that names code to import: a task, a script or (if asked) `trackers`.
+
+        With `mirror`, also one that names a store to copy the run to, with the user's credentials.
+        """
         config = self.config()
-        code = self._named_code(config, trackers)
+        code = self._named_code(config, trackers, mirror)
         if not code:
             return
         try:
@@ -208,17 +212,20 @@ class RunFolder:
         except (OSError, RuntimeError) as error:
             found = f"cannot be compared with your key ({getattr(error, 'strerror', None) or error})"
         what = printable(" and ".join(code), 400)
-        raise UserError(f"{self.path} {found}, and would {what}: add --trust if you trust this code")
+        raise UserError(
+            f"{self.path} {found}, and would {what}: add --trust if you trust {'this' if mirror else 'this code'}"
+        )
 
-    def _named_code(self, config: RunConfig, trackers: bool = True) -> list[str]:
-        """Return what going on with the run would import or execute, one phrase each."""
+    def _named_code(self, config: RunConfig, trackers: bool, mirror: bool) -> list[str]:
+        """Return what going on with the run would import, execute or upload, one phrase each."""
         found = []
         if is_script(config):
             found.append(f"run the script that {self.script_file.name} names{self._script_words()}")
         elif config.task is not None:
             found.append(_import_phrase("task", config.task))
         names = [name for name in config.track or [] if trackers and ":" in name]
-        return found + [_import_phrase("tracker", name) for name in names]
+        found += [_import_phrase("tracker", name) for name in names]
+        return found + ([f"copy the run to {config.mirror}"] if mirror and config.mirror not in (None, "none") else [])
 
     def _script_words(self) -> str:
         try:
@@ -230,7 +237,8 @@ class RunFolder:
     def _signed(self, config: RunConfig) -> bytes:
         """Return what a signature covers: all that decides which code is imported."""
         script = self.script_file.read_bytes() if self.script_file.exists() else b""
-        return to_json(["run folder", config.task, config.track, script.hex()]).encode()
+        mirror = [config.mirror] if config.mirror is not None else []
+        return to_json(["run folder", config.task, config.track, script.hex(), *mirror]).encode()
 
     def origin(self) -> dict[str, str]:
         """Return when (`made`) and by which `command` the run was created, from the comments in its config."""
@@ -278,15 +286,21 @@ class RunFolder:
     def discard_unstarted(self) -> None:
         """Remove the folder if nothing has happened in it yet and it holds only files of ours."""
         kept = self.initial_file, self.frozen_file, self.optimizer_file, self.streams
-        made = (self.config_file, self.script_file, *kept, self.faults_file, self.owner_file)
+        copied = self.copy_state_file, self.path / "mirror.log"
+        made = (self.config_file, self.script_file, *kept, self.faults_file, self.owner_file, *copied)
         served = (self.server_file, self.token_file, self.read_token_file, self.path / "tls")
         names = {path.name for path in (*made, *served, self.events_file, self.arrivals_file)}
         with contextlib.suppress(OSError):
-            if self._is_unstarted() and {path.name for path in self.path.iterdir()} <= names:
+            if self.is_unstarted() and {path.name for path in self.path.iterdir()} <= names:
                 shutil.rmtree(self.path)
                 self.path.parent.rmdir()
 
-    def _is_unstarted(self) -> bool:
+    def remove_copy_state(self) -> None:
+        """Forget the copy in a store of a run that never started."""
+        if self.is_unstarted():
+            self.copy_state_file.unlink(missing_ok=True)
+
+    def is_unstarted(self) -> bool:
         """Whether no input was logged yet."""
         return not self.arrivals_file.exists() or self.arrivals_file.stat().st_size <= _MAX_HEADER_NBYTES
 

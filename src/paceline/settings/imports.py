@@ -1,4 +1,4 @@
-"""Find and load the user's own code by its name, MODULE:NAME or FILE.py:NAME, and trackers; a mistake is one line."""
+"""Find and load what a name stands for: own code (MODULE:NAME or FILE.py:NAME), a tracker, an object store."""
 
 from __future__ import annotations
 
@@ -134,3 +134,37 @@ def check_tracker(name: str) -> None:
     needs, install = TRACKERS[name].needs, TRACKERS[name].install
     if needs is not None and not is_installed(needs):
         raise UserError(f"tracker {name} needs the package {needs}, which is not installed: pip install {install}")
+
+
+STORE_PACKAGES = {
+    **dict.fromkeys(("s3", "s3a"), "s3fs"),
+    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "adlfs"),
+}
+"""Packages that fsspec needs for a kind of store, besides itself."""
+LOCAL_STORES = ("memory",)  # they end with the process that writes them
+
+
+def check_store(url: str) -> None:
+    """Check the URL of an object store without loading anything."""
+    protocol, is_url, place = url.partition("://")
+    example = "as in s3://BUCKET/runs, gs://BUCKET/runs or file:///mnt/share/runs"
+    if not is_url or not place.strip("/") or "::" in url or any(letter in url for letter in "*?[]# "):
+        raise UserError(f"'{url}' is not the URL of an object store: write PROTOCOL://PLACE, {example}")
+    user = place.partition("/")[0].rpartition("@")[0]
+    if ":" in user:
+        raise UserError(f"a {protocol} URL with a password would be kept in config.toml: use the store's own settings")
+    packages = [name for name in ("fsspec", STORE_PACKAGES.get(protocol)) if name is not None]
+    if missing := [name for name in packages if not is_installed(name)]:
+        install = " ".join(["'paceline[store]'", *(name for name in missing if name != "fsspec")])
+        needs = f"needs the package {' and '.join(missing)}, which is not installed"
+        raise UserError(f"{protocol}:// {needs}: pip install {install}")
+
+
+def check_mirror(url: str | None) -> None:
+    """Check the store that a run is copied to, if there is one."""
+    if url in (None, "none"):
+        return
+    check_store(str(url))
+    if (protocol := str(url).partition("://")[0]) in LOCAL_STORES:
+        raise UserError(f"--mirror {url}: what is in {protocol}:// ends with the process that writes it; use file://")

@@ -18,7 +18,7 @@ from paceline.data.datasets import DATASETS
 from paceline.errors import UserError, unknown_name
 from paceline.settings.codecs import codec_of
 from paceline.settings.durations import delays_of
-from paceline.settings.imports import check_tracker
+from paceline.settings.imports import check_mirror, check_tracker
 from paceline.settings.notation import count
 from paceline.settings.preprocessing import check_augmentation, fold_of, split_of, ways_of
 from paceline.settings.rules import average_horizon, check_aggregate, check_rule, trim_of
@@ -250,6 +250,7 @@ def check_names(config: RunConfig) -> None:
         PARSED[name](config)
     for name in config.track or ():
         check_tracker(name)
+    check_mirror(config.mirror)
 
 
 def _is_loops_own(config: RunConfig) -> bool:

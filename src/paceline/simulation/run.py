@@ -65,6 +65,8 @@ def check(config: RunConfig) -> tuple[Fault, ...]:
         raise UserError("--timing-only has no weights to keep: leave out --snapshots")
     if config.timing_only and config.weights is not None:
         raise UserError("--timing-only has no weights to begin from: leave out --weights")
+    if config.mirror not in (None, "none"):
+        raise UserError(f"--mirror {config.mirror}: simulate a run again instead of copying it: leave it out")
     if config.best is not None:
         raise UserError("--best: a simulated run keeps no best weights: leave it out, or train for real")
     if config.device != "cpu":

@@ -72,6 +72,8 @@ def folder_of(config: RunConfig) -> RunFolder:
 
 def is_done(config: RunConfig) -> bool:
     """Return whether the run's folder holds its result; raise UserError if it holds something else."""
+    if config.mirror not in (None, "none"):
+        raise UserError(f"mirror = '{config.mirror}': many runs are not copied to a store; leave it out")
     folder = folder_of(config)
     if not folder.config_file.is_file():
         if folder.path.exists() and not _is_abandoned(folder.path):

@@ -14,6 +14,7 @@ from paceline.assembly.preflight import provenance, startup_warnings
 from paceline.config import FIELDS, SCRIPT_DECIDES, SCRIPT_MAY_DECIDE, UPKEEP, RunConfig, is_script, to_dict
 from paceline.data.datasets import Location, load, locate_data, resolve_dataset
 from paceline.errors import ServerLost, UserError
+from paceline.object_store.mirroring import mirrored_to_store
 from paceline.reports.console import Console
 from paceline.runs.arrival_log import next_incarnation
 from paceline.runs.durable_files import write_atomically
@@ -66,7 +67,7 @@ def serve(
     require_star(config, may_restart=tell is None)
     require_cuttable(config, options.num_servers)
     config, location = resolve_dataset(config)
-    with new_folder(config) as folder:
+    with new_folder(config) as folder, mirrored_to_store(folder, config, console.report):
         return folder, _keep_serving(_ServeOrder(config, folder, location, options, console, tell, resume=False))
 
 
@@ -78,7 +79,7 @@ def _serve_new_script(
     _require_one_server(options)
     call = ScriptCall.of(command)
     script = ServedScript.of(call, typed)
-    with new_folder(config) as folder:
+    with new_folder(config) as folder, mirrored_to_store(folder, config, console.report):
         call.save(folder)
         return folder, _keep_serving(_ServeOrder(config, folder, None, options, console, tell, False, script))
 
@@ -99,7 +100,7 @@ def serve_again(
         script = ServedScript.of(script_to_resume(folder, config, console.note), [])
     else:
         require_cuttable(config, options.num_servers)
-    with folder.locked():
+    with folder.locked(), mirrored_to_store(folder, config, console.report):
         location = locate_data(config) if script is None else None
         return folder, _keep_serving(_ServeOrder(config, folder, location, options, console, tell, True, script))
 

@@ -18,6 +18,7 @@ from paceline.core.driver import BareDriver
 from paceline.core.worker import LocalWorker
 from paceline.data.datasets import Dataset, Location, load
 from paceline.interfaces import Loader, Report
+from paceline.object_store.mirroring import mirrored_to_store
 from paceline.randomness import mix64
 from paceline.runs.folder import RunFolder, new_folder
 from paceline.runtimes.ring.compression import compress, exchange_of, travels_whole
@@ -47,7 +48,7 @@ def train_as_rank(
         if not rank.leads:
             result = RankWorker(config, rank, dataset, meeting).follow()
             return RunFolder(Path(result["folder"])), result
-        with new_folder(config) as folder:
+        with new_folder(config) as folder, mirrored_to_store(folder, config, report):
             member = RankWorker(config, rank, dataset, meeting)
             for line in startup_warnings(config, location):
                 report({"kind": "note", "text": line})

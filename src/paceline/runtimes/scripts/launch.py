@@ -10,6 +10,7 @@ from typing import Any
 from paceline.assembly.preflight import provenance
 from paceline.config import SCRIPT, SCRIPT_MAY_DECIDE, RunConfig, given
 from paceline.errors import UserError
+from paceline.object_store.mirroring import mirrored_to_store
 from paceline.reports.console import Console
 from paceline.runs.arrival_log import next_incarnation
 from paceline.runs.folder import RunFolder, new_folder, require_survivors
@@ -41,7 +42,7 @@ def run_script(config: RunConfig, command: list[str], console: Console) -> tuple
     """Run `command` on the config's workers on this machine and return the result."""
     config, typed = settings_of_script(config, command)
     faults = faults_for_processes(config, script=True)
-    with new_folder(config) as folder, ForkServer() as forks:
+    with new_folder(config) as folder, mirrored_to_store(folder, config, console.report), ForkServer() as forks:
         ScriptCall.of(command).save(folder)
         spec = {"facts": provenance(config, None), "script": command, "typed": typed}
         processes = ProcessPlan(spec, [], server_role="script server", worker_role="script", faults=faults)
@@ -55,11 +56,10 @@ def resume_script(folder: RunFolder, config: RunConfig, console: Console) -> dic
 
     Later pushes are read from the folder if the run is durable, else they are lost.
     """
-    folder.require_unfinished(config.recovery)
     call = script_to_resume(folder, config, console.note)
     incarnation, _ = next_incarnation(folder.arrivals_file, config)
     spec = {"facts": provenance(config, None), "script": call.command, "cwd": call.cwd, "resume": True}
-    with ForkServer() as forks:
+    with mirrored_to_store(folder, config, console.report), ForkServer() as forks:
         processes = ProcessPlan(spec, [], incarnation, server_role="script server", worker_role="script")
         result = run_local(config, folder, forks, processes, console.report)
     require_survivors(result, folder)
