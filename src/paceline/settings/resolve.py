@@ -168,18 +168,9 @@ def _codec(config: RunConfig, setting: str, feature: Feature | None) -> str | No
 
 def resolve_own_loop(config: RunConfig) -> RunConfig:
     """`resolve` for a script that makes the steps itself; refuse what it cannot have. It exchanges with a server."""
-    if config.path == "ring":
-        raise UserError("--path ring: your own loop exchanges with a server; leave it out")
-    if Topology.STAR in strategy_of(config).kind.axes.topologies:
+    if Topology.STAR in strategy_of(config).kind.axes.topologies and config.path is None:
         config = dataclasses.replace(config, path="star")
-    config = resolve(config)
-    codec, places = config.codec or config.pull_codec, config.max_workers
-    instead = "leave it out, or use 'paceline train --task'"
-    if codec is not None:
-        raise UserError(f"codec {codec}: your own loop exchanges floats as they are; {instead}")
-    if places is not None:
-        raise UserError(f"--max-workers {places}: your own loop keeps its workers and their data; {instead}")
-    return config
+    return resolve(config)
 
 
 def refuse_simulated(config: RunConfig) -> None:

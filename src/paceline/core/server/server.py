@@ -370,6 +370,7 @@ class Server:
             if push.weight == 0.0:
                 self.skipped += 1
                 self.members[push.worker].accepted += 1
+                self.updater.free([push])
         return [push for push in pushes if push.weight != 0.0]
 
     def _finish(self) -> tuple[Reply, ...]:

@@ -18,6 +18,7 @@ from paceline.runtimes.local.fork_server import ForkServer
 from paceline.runtimes.local.supervisor import ProcessPlan, run_local
 from paceline.runtimes.scripts.lines_to_add.message import require_paceline
 from paceline.settings.resolve import resolve_own_loop
+from paceline.settings.strategies import Feature, require_feature
 
 
 def run_script(config: RunConfig, command: list[str], console: Console) -> tuple[RunFolder, dict[str, Any]]:
@@ -47,7 +48,7 @@ def resume_script(folder: RunFolder, config: RunConfig, console: Console) -> dic
     """
     folder.require_unfinished(config.recovery)
     if config.recovery == "skip-batch":
-        raise UserError("--recovery skip-batch: your own loop chooses its batches; use --recovery checkpoint")
+        require_feature(config, Feature.SKIP_BATCH, "--recovery skip-batch")
     call = ScriptCall.load(folder)
     if call.changed:
         console.note(f"{call.path} has changed since the run began: it goes on with the script as it is now")

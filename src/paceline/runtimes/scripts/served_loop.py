@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.assembly.own_loop import loop_compression
 from paceline.config import RunConfig
 from paceline.core.messages import Join, Push, Reply, loss_of_push
 from paceline.core.own_loop.settings import LoopLayout
@@ -66,7 +68,8 @@ class ServedLoop:
         self._num_places = 2 * len(loaders) + len(self.schedulers)
         self._layouts = [self._loop_layout(one) for one in self.optimizers] or [LoopLayout(self._num_places, (), ())]
         loop_size = max(layout.size for layout in self._layouts)
-        self.bound = BoundModel(handed.models, handed.parameters(), loop_size, self.steps_here)
+        compression = partial(loop_compression, config, env.worker, self._layouts)
+        self.bound = BoundModel(handed.models, handed.parameters(), loop_size, compression, self.steps_here)
         if loaders:
             self.bound.on_forward = self._on_forward
         self._replies: list[Reply] = []  # the newest of each optimizer
@@ -226,12 +229,15 @@ class ServedLoop:
         bound, before, env = self.bound, self._replies[number], self._env
         says = self._says(number, flags)
         slot, named = bound.slot, (env.worker, env.incarnation, before.serial, before.serial)
-        push = Push(*named, samples, loss_of_push(loss), slot.update, slot.state, weight, says, number)
+        update = bound.compression.send(number, before.serial, skipped=weight == 0.0)
+        push = Push(*named, samples, loss_of_push(loss), update, slot.state, weight, says, number)
         bound.push_inputs()
         timing = self._timer.end(*self._began, before.serial, before.steps)
         reply = self._transport.exchange(push, timing)
         if reply is None:
             raise RunFailed(SERVER_GONE)
+        is_discarded = reply.discarded != before.discarded
+        bound.compression.receive(number, before.serial, reply.discarded if is_discarded else None)
         self._replies[number] = reply
         self.pushes += 1
         self._states.after_push()

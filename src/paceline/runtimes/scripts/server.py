@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import selectors
 import socket
 from collections.abc import Iterable
@@ -16,8 +15,9 @@ from torch import Tensor
 from paceline.assembly.cpu_sharing import server_threads
 from paceline.assembly.own_loop import announce_loop, loop_config, loop_server, optimizer_state
 from paceline.config import RunConfig, from_dict
-from paceline.core.buffers import BufferSizes, view
+from paceline.core.buffers import BufferSizes
 from paceline.core.messages import EstimatedStatistics, Join, Leave, OwnLoopInput, Push, ReadOptimizer, ReadWeights
+from paceline.core.own_loop.compression import gradient_digest, largest_capacities
 from paceline.core.own_loop.torch_optimizer import OptimizerFailed
 from paceline.core.server import Server
 from paceline.core.worker import LocalWorker
@@ -110,12 +110,15 @@ class ScriptService(Service):
         expected: dict[str, Any],
     ) -> None:
         state = model.state_layout.size if model.state_layout.parameters else 0
-        sizes = BufferSizes(model.layout.size, state, loop=expected["numbers"])
+        capacities = largest_capacities(one.codecs for one in host.server.by_optimizer)
+        sizes = BufferSizes(model.layout.size, state, *capacities, loop=expected["numbers"])
         super().__init__(host, peers, control, expected, sizes, patient=True)
         self._statistics = FinalStatistics(host.server, model)
         self._ending: dict[int, SharedMemoryPeer] = {}  # workers that wait for the final weights
         self._stop_reason = ALL_GONE
-        self._first_pushes: dict[int, bytes] | None = {} if _needs_other_data(host) else None  # hashes, by worker
+        self._first_pushes: dict[int, bytes | None] | None = (
+            {} if _needs_other_data(host) else None
+        )  # hashes, by worker
 
     def on_push(self, peer: SharedMemoryPeer, push: Push) -> None:
         """Take a push. Stop the run if two workers push the same gradient first: then they see the same data."""
@@ -126,10 +129,10 @@ class ScriptService(Service):
         except OptimizerFailed as error:
             raise UserError(f"the optimizer of the script fails in the server: {error}") from error
 
-    def _compare_first(self, push: Push, known: dict[int, bytes]) -> None:
-        digest = hashlib.sha256(view(push.update)).digest()
+    def _compare_first(self, push: Push, known: dict[int, bytes | None]) -> None:
+        digest = gradient_digest(push, self._host.server.by_optimizer[push.optimizer].updater)
         same = next((worker for worker, other in known.items() if other == digest), None)
-        if same is not None and push.update.any():
+        if same is not None and digest is not None:
             what = f"workers {same} and {push.worker} pushed the same gradient first: they train on the same data"
             walks = "if the loop walks over its data in order, data = session.split(data)"
             draws = "if it draws from a torch.Generator of its own, session.rng() gives one that differs"
