@@ -59,6 +59,15 @@ def loop_server(
     initial: Sequence[State] = (),
 ) -> Server:
     """Make the server of own loops that begin with `weights`, and with the `initial` states of their optimizers."""
+    server = _loop_server(config, facts, weights, script, initial)
+    if server.assignments is not None and facts["loaders"]:
+        server.assignments.next_pass = server.own_loops.next_pass
+    return server
+
+
+def _loop_server(
+    config: RunConfig, facts: Facts, weights: Tensor, script: Path | None, initial: Sequence[State]
+) -> Server:
     layout, training = Layout.from_rows(facts["layout"]), make_training(config, loop_budget(config, facts))
     described = facts["optimizers"]
     if not described:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.buffers import WorkerBuffers, view
-from paceline.core.compression import Codecs, WorkerCompression
+from paceline.core.compression import DENSE, Codecs, WorkerCompression
 from paceline.core.messages import Push
 from paceline.core.own_loop.settings import LoopLayout
 from paceline.core.server.updates import Updater
@@ -83,6 +83,11 @@ class LoopCompression:
         if discarded is not None:
             end.take_back(seq, discarded)
         end.receive()
+
+
+def as_it_is(layout: Layout) -> LoopCompression:
+    """The exchange of a loop without codecs."""
+    return LoopCompression([DENSE], [layout], 0)
 
 
 def gradient_digest(push: Push, updater: Updater) -> bytes | None:

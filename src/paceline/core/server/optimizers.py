@@ -134,5 +134,5 @@ class OptimizersServer(Server):
             if updater.differences is not None:
                 updater.differences.begin(reply.worker, memory.weights[span])
         if not reply.serial:
-            self.own_loops.bring_back(reply.worker, memory)
+            self.own_loops.bring_back(reply.worker, memory, is_elastic=self.assignments is not None)
         self.bytes_pulled += memory.nbytes

@@ -133,7 +133,7 @@ class Server:
             if self.weights.numel():
                 updater.rule.reply_weights(self.weights, self.rule_state, reply.worker, memory.weights)
             if not reply.serial:
-                self.own_loops.bring_back(reply.worker, memory)
+                self.own_loops.bring_back(reply.worker, memory, is_elastic=self.assignments is not None)
             if updater.differences is not None:
                 updater.differences.begin(reply.worker, memory.weights)
         self.bytes_pulled += memory.nbytes
@@ -394,6 +394,8 @@ class Server:
                 steps = self.budget.local_steps(self.inside.steps, self.taken, self.num_live)
                 self.roster.set_local_steps(worker, steps, self.lr_inside)
         assignment, before = assignments.told(worker) if assignments is not None else (None, 0)
+        before = 0 if member.own_loop else before  # a loop counts its steps from its begin
         named = (worker, member.incarnation, member.serial, member.version)
         work = member.accepted - before, finished, member.steps, member.lr
-        return Reply(*named, *work, assignment, member.dropped, member.discarded)
+        is_released = member.released and finished and not self.finished
+        return Reply(*named, *work, assignment, member.dropped, member.discarded, released=is_released)

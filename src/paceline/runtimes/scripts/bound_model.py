@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.buffers import BufferSizes
-from paceline.core.own_loop.compression import LoopCompression
+from paceline.core.own_loop.compression import LoopCompression, as_it_is
 from paceline.interfaces import Layout
 from paceline.runtimes.scripts.watching.recent_inputs import ForwardHook, RecentInputs
 from paceline.runtimes.scripts.watching.weight_watch import WeightWatch
@@ -39,8 +39,8 @@ class BoundModel:
         models: Sequence[nn.Module],
         parameters: Mapping[str, Tensor],
         loop_size: int,
-        make_compression: Callable[[Layout], LoopCompression],
         steps_here: bool = False,
+        make_compression: Callable[[Layout], LoopCompression] = as_it_is,
     ) -> None:
         self._steps_here = steps_here
         container = models[0] if len(models) == 1 else nn.ModuleList(models)

@@ -30,7 +30,7 @@ def run_script(config: RunConfig, command: list[str], console: Console) -> tuple
         raise UserError(f"script {script} does not exist")
     typed = given(config, SCRIPT_MAY_DECIDE)
     config = resolve_own_loop(dataclasses.replace(config, task=f"{SCRIPT}:{script.stem}"))
-    faults = faults_for_processes(config, script=True)
+    faults = faults_for_processes(config)
     require_paceline(script)
     with new_folder(config) as folder, ForkServer() as forks:
         ScriptCall.of(command).save(folder)

@@ -13,7 +13,7 @@ import torch
 
 from paceline.assembly.cpu_sharing import yield_to_server
 from paceline.assembly.task import initial_seed, seed_generators
-from paceline.config import from_dict
+from paceline.config import from_dict, max_workers_of
 from paceline.errors import PacelineError, RunFailed
 from paceline.runtimes.scripts import session
 from paceline.runtimes.scripts.served_loop import WorkerEnv
@@ -27,7 +27,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     yield_to_server()
     config = from_dict(spec["config"])
     torch.set_num_threads(config.threads or 1)
-    transport = SharedMemoryClient(socket.socket(fileno=fds[0]))
+    transport = SharedMemoryClient(socket.socket(fileno=fds[0]), max_workers=max_workers_of(config))
     folder = Path(spec["folder"]).resolve() if not spec.get("replay") else None
     typed = frozenset(spec.get("typed", ()))
     session.inherited = WorkerEnv(config, spec["worker"], spec["incarnation"], transport, typed, folder)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.assembly.own_loop import loop_compression
 from paceline.config import RunConfig
-from paceline.core.messages import Join, Push, Reply, loss_of_push
+from paceline.core.messages import DataAssignment, Join, Push, Reply, loss_of_push
 from paceline.core.own_loop.settings import LoopLayout
 from paceline.errors import SERVER_GONE, RunFailed, UserError
 from paceline.interfaces import State
@@ -25,6 +25,7 @@ from paceline.runs.durable_files import write_atomically
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.scripts.adopt import FollowedScheduler, Place, UserObjects
 from paceline.runtimes.scripts.bound_model import BoundModel
+from paceline.runtimes.scripts.loading.divisions import Division, Divisions
 from paceline.runtimes.scripts.loading.facts import MAX_SAMPLES
 from paceline.runtimes.scripts.loading.kept_states import KeptStates
 from paceline.runtimes.scripts.loading.loader import WorkerLoader
@@ -34,6 +35,9 @@ from paceline.runtimes.worker_loop import StepTimer
 from paceline.tasks.script_model import load_tensors, save_tensors
 from paceline.transports.protocol import ScriptTransport
 
+NUM_OF_DIVISION = 5
+"""Numbers that a loop says of how its data is divided, if that can change: the pass that it will have begun by its next
+push, the newest generation of divisions that it has heard of, and the division of its pass."""
 COMPARED_FULLY_EVERY = 64
 """Steps after which all weights are compared with those that the server sent; also at 0, 1, 2, 4, 8, ..."""
 
@@ -55,8 +59,16 @@ class ServedLoop:
 
     steps_here = False  # whether the optimizer steps in this process, and not in the server
 
-    def __init__(self, env: WorkerEnv, config: RunConfig, handed: UserObjects, loaders: Sequence[WorkerLoader]) -> None:
-        self._env, self._config, self._loaders = env, config, loaders
+    def __init__(
+        self,
+        env: WorkerEnv,
+        config: RunConfig,
+        handed: UserObjects,
+        loaders: Sequence[WorkerLoader],
+        divisions: Divisions,
+    ) -> None:
+        self._env, self._config, self._loaders, self._divisions = env, config, loaders, divisions
+        self.came_late = False  # whether the loop begins in the middle of the run, or has no pass left to make
         self._transport, self._timer = env.transport, StepTimer(config, env.worker)
         self.optimizers = self._adopt(handed.optimizers)
         self.schedulers = [
@@ -65,11 +77,12 @@ class ServedLoop:
         self._states = KeptStates(RunFolder(env.folder).streams if env.folder else None, env.worker, loaders)
         self.pushes = 0  # of this incarnation
         self._said_unclear = False
-        self._num_places = 2 * len(loaders) + len(self.schedulers)
+        self._num_of_division = NUM_OF_DIVISION if divisions.is_elastic and loaders else 0
+        self._num_places = 2 * len(loaders) + self._num_of_division + len(self.schedulers)
         self._layouts = [self._loop_layout(one) for one in self.optimizers] or [LoopLayout(self._num_places, (), ())]
         loop_size = max(layout.size for layout in self._layouts)
         compression = partial(loop_compression, config, env.worker, self._layouts)
-        self.bound = BoundModel(handed.models, handed.parameters(), loop_size, compression, self.steps_here)
+        self.bound = BoundModel(handed.models, handed.parameters(), loop_size, self.steps_here, compression)
         if loaders:
             self.bound.on_forward = self._on_forward
         self._replies: list[Reply] = []  # the newest of each optimizer
@@ -113,6 +126,7 @@ class ServedLoop:
                 for one, layout in zip(self.optimizers, self._layouts, strict=False)
             ],
             "numbers": bound.slot.loop.numel(),
+            "loaders": len(self._loaders),
             "notes": self._notes(),
             "max_samples": MAX_SAMPLES,
             **facts,
@@ -123,8 +137,7 @@ class ServedLoop:
             raise RunFailed(SERVER_GONE)
         self._replies = [reply] * len(self._layouts)
         self._follow_steps(push_step)
-        if self.step_number and self._num_places:
-            self._go_on(list(map(int, bound.slot.loop[: self._num_places].tolist())))
+        self._begin_at(reply, list(map(int, bound.slot.loop[: self._num_places].tolist())))
         self._states.go_on()
         self._timer.restart()
         self._began = time.perf_counter(), time.process_time()
@@ -148,6 +161,35 @@ class ServedLoop:
             what = f"parameter {converted[0]}{more}: {' and '.join(kinds)} in the workers"
             notes.append(f"{what}; the server keeps and saves float32 weights")
         return notes
+
+    def _begin_at(self, reply: Reply, places: list[int]) -> None:
+        """Go on where this worker's last incarnation was.
+
+        A worker that comes to a run whose data the others have divided without it begins with the first pass that is
+        divided over it, too, and with the schedule of another worker.
+        """
+        assignment, begin = reply.assignment, 2 * len(self._loaders)
+        division, places = (
+            places[begin : begin + self._num_of_division],
+            places[:begin] + places[begin:][self._num_of_division :],
+        )
+        if division and self.step_number:
+            _, generation, *known = division
+            self._divisions.go_on(Division(*known), generation)
+        told = assignment.generation if assignment is not None else 0
+        self.came_late = told > 0 and (not self.step_number or told > self._divisions.generation + 1)
+        passes = places[0] + (places[1] > 0) if self._loaders and self.step_number and not self.came_late else 0
+        self._divisions.follow(assignment, passes)
+        if self.came_late and assignment is not None and any(places):
+            places = [n for _ in self._loaders for n in (assignment.first_pass, 0)] + places[begin:]
+        if places and (self.step_number or self.came_late):
+            self._go_on(places)
+
+    def _hear_of_division(self, assignment: DataAssignment | None) -> None:
+        """Divide the data as the newest reply says."""
+        note = self._divisions.follow(assignment, max((loader.passes for loader in self._loaders), default=0))
+        if note is not None and self._loaders:
+            print(note, file=sys.stderr)
 
     def _go_on(self, places: list[int]) -> None:
         """Put loaders and schedulers where they were at the predecessor's last push."""
@@ -239,6 +281,8 @@ class ServedLoop:
         is_discarded = reply.discarded != before.discarded
         bound.compression.receive(number, before.serial, reply.discarded if is_discarded else None)
         self._replies[number] = reply
+        if not number and not reply.finished:
+            self._hear_of_division(reply.assignment)
         self.pushes += 1
         self._states.after_push()
         self._began = time.perf_counter(), time.process_time()
@@ -254,6 +298,8 @@ class ServedLoop:
         places = [] if number else [n for loader in self._loaders for n in loader.handed_out.trained]
         counts = [] if number else [scheduler.count_after(self._place()) for scheduler in self.schedulers]
         settings = self.optimizers[number].settings() if self.optimizers else []
+        if not number and self._num_of_division:
+            places += [self._loaders[0].pass_at_next_push(), *self._divisions.said_in(int(places[0]))]
         values = [*places, *counts, *settings, *(flags if self.optimizers else ())]
         slot = self.bound.slot.loop
         slot.numpy()[: len(values)] = values

@@ -49,6 +49,7 @@ LOOP_FACTS: Schema = {
     "settings": OBJECT,
     "sources": nullable(OBJECT),
     "optimizers": listed(OBJECT, 0, MAX_OPTIMIZERS),
+    "loaders": integer(0, 1 << 10),
     "numbers": integer(0),
     "notes": listed(ANYTHING, 0, 100),
 }
@@ -202,7 +203,8 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     config = from_dict(spec["config"])
 
     def serve(control: SupervisorChannel) -> None:
-        introductions = _gather(control, config)
+        awaited: set[int] = set()
+        introductions = _gather(control, config, awaited)
         first = introductions[0][1]
         expected = _expected(first)
         fitting = [hello for _, hello in introductions if _expected(hello) == expected]
@@ -226,6 +228,8 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         service = ScriptService(host, model, peers, control, expected)
         for peer, _ in introductions:
             service.admit(peer)
+        for worker in awaited:
+            service.expect(worker)
         for peer, hello in introductions:
             service.join(peer, hello)
         for worker in set(range(config.workers or 1)) - {peer.worker for peer, _ in introductions}:
@@ -250,9 +254,10 @@ def _expected(first: Hello) -> dict[str, Any]:
     return {name: first.facts[name] for name in ("layout", "state_layout", "num_samples", "order", "numbers")}
 
 
-def _gather(control: SupervisorChannel, config: RunConfig) -> Introductions:
+def _gather(control: SupervisorChannel, config: RunConfig, awaited: set[int]) -> Introductions:
     """Wait for the hello of every script. Return them in worker order, without scripts that ended before.
 
+    `awaited` gets the numbers of workers that are to join later.
     With `--restart-workers` a script that ended is waited for, until the supervisor says that it is gone.
     """
     selector = selectors.DefaultSelector()
@@ -268,8 +273,8 @@ def _gather(control: SupervisorChannel, config: RunConfig) -> Introductions:
                 worker = order["worker"]
                 if worker in found:  # its process has ended since
                     found.pop(worker)[0].close()
-                if order["kind"] == "gone":
-                    pending.discard(worker)
+                if order["kind"] in ("gone", "expected"):
+                    (pending.discard if order["kind"] == "gone" else awaited.add)(worker)
                     continue
                 pending.add(worker)
                 peer = SharedMemoryPeer(socket.socket(fileno=fds[0]), worker, order["incarnation"])

@@ -21,6 +21,7 @@ from paceline.errors import UserError
 from paceline.models.dropout import AddressedDropout
 from paceline.randomness import mix64
 from paceline.runtimes.scripts import adopt
+from paceline.runtimes.scripts.loading.divisions import Divisions, part_of, require_one_loader
 from paceline.runtimes.scripts.loading.loader import WorkerLoader, share
 from paceline.runtimes.scripts.local_loop import LocalLoop
 from paceline.runtimes.scripts.optimizer import settings_of
@@ -52,8 +53,10 @@ class Session:
     """
 
     def __init__(self, env: WorkerEnv, is_plain: bool = False) -> None:
-        self.config, self.worker, self.num_workers = env.config, env.worker, env.config.workers or 1
+        self.config, self.worker = env.config, env.worker
+        self._divisions = Divisions(env.config, env.worker)
         self.finished = False
+        self._is_drained = False  # whether training is over for this worker alone
         self._env, self._is_plain = env, is_plain
         self._handed: adopt.UserObjects | None = None
         self._loop: ServedLoop | None = None
@@ -77,6 +80,11 @@ class Session:
                 self.finish()
         finally:
             self._env.transport.close()
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers; with `--max-workers`, of those that share the data by what this worker has heard."""
+        return self._divisions.newest.parts
 
     @property
     def is_main(self) -> bool:
@@ -160,7 +168,8 @@ class Session:
         if isinstance(data, WorkerLoader):  # of `share`
             return data
         number, self._num_loaders = self._num_loaders, self._num_loaders + 1
-        return share(data, self, self.config, self.worker, number=number, batch_size=batch_size, in_passes=in_passes)
+        own = self.config, self._divisions
+        return share(data, self, *own, number=number, batch_size=batch_size, in_passes=in_passes)
 
     def _prepare_served(
         self, handed: adopt.UserObjects, batch_size: int | None, epochs: float | None, steps: int | None
@@ -170,6 +179,8 @@ class Session:
         adopt.require_agreement(settings, self.config, env.typed)
         self.config = dataclasses.replace(self.config, **settings)
         in_passes = True if epochs is not None else None
+        is_local = strategy_of(self.config).is_local
+        require_one_loader(self.config, len(handed.data), 1 if is_local else len(handed.optimizers))
         loaders = [self._share(one, batch_size, in_passes) for one in handed.data]
         known = loaders[0].facts if loaders else None
         is_bare = bool(loaders) and not isinstance(handed.data[0], DataLoader)
@@ -183,8 +194,7 @@ class Session:
             "steps": steps,
             "epochs": self.config.epochs if epochs or "epochs" in env.typed or (is_bare and not steps) else None,
         }
-        kind = LocalLoop if strategy_of(self.config).is_local else ServedLoop
-        loop = self._loop = kind(env, self.config, handed, loaders)
+        loop = self._loop = (LocalLoop if is_local else ServedLoop)(env, self.config, handed, loaders, self._divisions)
         self._samples, self._last_samples = ([value] * max(1, len(handed.optimizers)) for value in (0, 1))
         self.finished = loop.join(facts, self._step_of_optimizer).finished
         self._seed_step()
@@ -196,16 +206,7 @@ class Session:
 
         For loops that walk over their data in order. Call it before anything is derived from the data's length.
         """
-        try:
-            length = len(data)
-            part = slice(self.worker * length // self.num_workers, (self.worker + 1) * length // self.num_workers)
-            found = data[part]
-        except (TypeError, KeyError, IndexError) as error:
-            what = f"session.split({type(data).__name__}): it cannot be cut into parts ({error})"
-            raise UserError(f"{what}: give a tensor, an array or a list") from None
-        if not part.stop - part.start:
-            raise UserError(f"session.split(...): {length} items for {self.num_workers} workers: use fewer workers")
-        return found
+        return part_of(data, self.config, self._divisions)
 
     def rng(self) -> torch.Generator:
         """Return a generator that is seeded before every step by the run's seed, this worker and the step."""
@@ -298,6 +299,11 @@ class Session:
                 print(f"{what}: every worker reads all data; let the loop read that one", file=sys.stderr)
         reply = loop.push(number, samples, self._loss, weight, *scaling)
         self._loss, self.finished, self._samples[number] = None, reply.finished, 0
+        if reply.released:
+            self._is_drained = True
+            print(
+                f"worker {self.worker} was drained: its loop ends, and its script at session.finish()", file=sys.stderr
+            )
         if not number:
             self._seed_step()
 
@@ -358,7 +364,10 @@ class Session:
         if self._evaluates:
             raise UserError("session.finish() inside session.eval_weights(): call it after that block")
         if loop is not None:
-            if not self._made and not self.finished:
+            if self._is_drained:
+                self._env.transport.close()
+                raise TrainingOver(0)
+            if not self._made and not self.finished and not loop.came_late:
                 what = "the loop ended and no step has reached the server"
                 instead = "give session.prepare(...) the optimizer whose step() the loop calls"
                 raise UserError(f"{what}: weights changed by hand are not seen; {instead}, or call session.step(loss)")
