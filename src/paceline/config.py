@@ -279,7 +279,8 @@ SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only
 UPKEEP = ("keep", "restart", "restart_workers", "stall", "recovery", "durable", "track", "robust")
 """Settings of a run's files, and of what its server lets in, not of its training: `paceline resume` may change them."""
 
-SCRIPT_MAY_DECIDE = ("optimizer", "lr", "momentum", "nesterov", "betas", "weight_decay", "epochs", "epoch_mode")
+OF_OPTIMIZER = ("optimizer", "lr", "momentum", "nesterov", "betas", "weight_decay", "clip")
+SCRIPT_MAY_DECIDE = (*OF_OPTIMIZER, "epochs", "epoch_mode")
 """Settings that a script may decide itself, by handing over its optimizer or its number of epochs."""
 
 

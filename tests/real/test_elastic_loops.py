@@ -16,7 +16,7 @@ import os, time, torch, paceline
 from torch.utils.data import DataLoader, TensorDataset
 
 def wait_for(name):
-    while not os.path.exists(name):
+    for _ in iter(lambda: os.path.exists(name), True):
         time.sleep(0.01)
 
 torch.manual_seed(1)

@@ -26,7 +26,7 @@ SCRIPT_DECIDES = (
     *SIMULATED_ONLY,
     *("workers", "dataset", "model", "task", "data_dir", "batch_size", "device", "precision", "compile", "capture"),
     *("channels_last", "accumulate", "validation", "fold", "eval_every", "eval_train", "score", "target_accuracy"),
-    *("best", "recovery"),
+    *("best", "recovery", "augment", "max_length", "image_size"),
 )
 TRAIN_DESCRIPTION = """Train a model; all results are written to the run folder.
 

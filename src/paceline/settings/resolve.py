@@ -170,6 +170,10 @@ def resolve_own_loop(config: RunConfig) -> RunConfig:
     """`resolve` for a script that makes the steps itself; refuse what it cannot have. It exchanges with a server."""
     if Topology.STAR in strategy_of(config).kind.axes.topologies and config.path is None:
         config = dataclasses.replace(config, path="star")
+    for name in given(config, ("schedule", "warmup", "scale_lr")):
+        require_feature(config, Feature.SCHEDULE, f"--{name.replace('_', '-')} {getattr(config, name)}")
+    if config.epoch_mode == "own":
+        require_feature(config, Feature.OWN_EPOCHS, "--epoch-mode own")
     return resolve(config)
 
 

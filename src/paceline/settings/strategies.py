@@ -62,6 +62,8 @@ class Feature(Enum):
     STAR_PATH = auto()
     LOCAL_STEPS = auto()  # `--local-steps`
     STEPS_BY_SPEED = auto()
+    SCHEDULE = auto()  # `--schedule`, `--warmup` and `--scale-lr`
+    OWN_EPOCHS = auto()  # `--epoch-mode own`
     OUTER_OPTIMIZER = auto()  # `--outer-lr` and `--outer-momentum`
     GRADIENT_RULE = auto()  # A rule that is made for gradients, other than `plain`
     DRIFT_RULE = auto()  # A rule that is made for drifts
@@ -113,8 +115,12 @@ _RING_OR_STAR: Refusals = {
 _IN_OWN_LOOP: Refusals = {
     Feature.RING_PATH: "exchanges with a server: leave it out",
     Feature.SKIP_BATCH: "chooses its batches itself: use --recovery checkpoint",
+    Feature.OWN_EPOCHS: "makes its passes itself: leave it out",
 }
 """What a user's own loop refuses under every strategy; these reasons go on from "your own loop"."""
+_OWN_LOOP_STEPS: Refusals = {
+    Feature.SCHEDULE: "steps with the optimizers of your own loop: use a torch scheduler there",
+}
 _OWN_LOOP_OF_ALL: Refusals = {
     Feature.ELASTIC: "cannot go on without one of its workers; use sync, async or bounded, or leave it out",
     Feature.DRAIN: "cannot go on without one of its workers: stop the run, or let it finish",
@@ -213,6 +219,7 @@ STRATEGIES = {
             Feature.DRIFT_RULE: "takes the mean of drifts as it is: leave it out",
         },
         _RING_OR_STAR,
+        _OWN_LOOP_STEPS,
         letter="H",
     ),
     "diloco": StrategyKind(
@@ -225,6 +232,7 @@ STRATEGIES = {
             Feature.DRIFT_RULE: "has its outer momentum: leave it out",
         },
         _RING_OR_STAR,
+        _OWN_LOOP_STEPS,
         letter="H",
         outer=(0.7, 0.9),
     ),
@@ -238,6 +246,7 @@ STRATEGIES = {
             **_NEEDS_SERVER,
             Feature.GRADIENT_RULE: "pushes drifts, and the rule is for gradients: use --rule delayed, its default",
         },
+        in_own_loop=_OWN_LOOP_STEPS,
         letter="H",
         outer=(0.4, 0.8),
     ),

@@ -682,3 +682,28 @@ def test_the_state_of_a_scheduler_can_be_saved_after_prepare() -> None:
     saved = io.BytesIO()
     torch.save(scheduler.state_dict(), saved)
     assert scheduler.get_last_lr() == [0.05] and isinstance(scheduler, torch.optim.lr_scheduler.StepLR)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"clip": 1.0}, "--clip 1.0: the script gives session.prepare.* leave it out, and clip in the loop"),
+        ({"betas": (0.5, 0.6)}, "--betas .*: the script gives session.prepare.* an optimizer"),
+        ({"weight_decay": 0.1}, "--weight-decay 0.1: the script gives"),
+        ({"split": "labels"}, "--split labels: the script gives session.prepare.* no data to divide"),
+        ({"shard_weights": [1.0]}, "--shard-weights: the script gives session.prepare.* no data to divide"),
+        ({"epochs": 3.0}, "--epochs 3, and the script says steps=5: leave out one"),
+    ],
+)
+def test_a_setting_that_would_do_nothing_is_refused(settings: dict[str, Any], why: str) -> None:
+    session, model = paceline.join(RunConfig(strategy="classic", **settings)), nn.Linear(1, 1)
+    with pytest.raises(UserError, match=why):
+        session.prepare(model, torch.optim.Adam(model.parameters()), steps=5)
+
+
+@pytest.mark.parametrize("setting", [{"schedule": "cosine"}, {"warmup": 0.1}, {"scale_lr": "2"}])
+def test_a_schedule_of_the_server_is_refused_if_the_loop_makes_the_steps(setting: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"strategy local:4 steps with the optimizers of your own loop"):
+        paceline.join(RunConfig(strategy="local:4", workers=1, **setting))
+    with pytest.raises(UserError, match="--epoch-mode own: your own loop makes its passes itself"):
+        paceline.join(RunConfig(strategy="async", workers=1, epoch_mode="own"))

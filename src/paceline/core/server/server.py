@@ -394,8 +394,7 @@ class Server:
                 steps = self.budget.local_steps(self.inside.steps, self.taken, self.num_live)
                 self.roster.set_local_steps(worker, steps, self.lr_inside)
         assignment, before = assignments.told(worker) if assignments is not None else (None, 0)
-        before = 0 if member.own_loop else before  # a loop counts its steps from its begin
         named = (worker, member.incarnation, member.serial, member.version)
-        work = member.accepted - before, finished, member.steps, member.lr
+        work = member.accepted - before * (not member.own_loop), finished, member.steps, member.lr
         is_released = member.released and finished and not self.finished
         return Reply(*named, *work, assignment, member.dropped, member.discarded, released=is_released)

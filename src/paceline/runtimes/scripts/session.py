@@ -178,10 +178,10 @@ class Session:
         settings |= {"epochs": float(epochs)} if epochs is not None else {}
         adopt.require_agreement(settings, self.config, env.typed)
         self.config = dataclasses.replace(self.config, **settings)
-        in_passes = True if epochs is not None else None
+        adopt.require_data(self.config, env.typed, steps, len(handed.data))
         is_local = strategy_of(self.config).is_local
         require_one_loader(self.config, len(handed.data), 1 if is_local else len(handed.optimizers))
-        loaders = [self._share(one, batch_size, in_passes) for one in handed.data]
+        loaders = [self._share(one, batch_size, True if epochs is not None else None) for one in handed.data]
         known = loaders[0].facts if loaders else None
         is_bare = bool(loaders) and not isinstance(handed.data[0], DataLoader)
         self.config = dataclasses.replace(self.config, batch_size=known.batch_size if known is not None else 1)
