@@ -108,14 +108,16 @@ _ON_RING: Refusals = {
 }
 _RING_OR_STAR: Refusals = {
     **_ON_RING,
-    Feature.AGGREGATE: f"{_ON_RING[Feature.AGGREGATE]}, or add --path star",
-    Feature.CODEC: f"{_ON_RING[Feature.CODEC]}, or add --path star",
-    Feature.PULL_CODEC: f"{_ON_RING[Feature.PULL_CODEC]}, or add --path star",
+    **{
+        feature: f"{_ON_RING[feature]}, or add --path star"
+        for feature in (Feature.AGGREGATE, Feature.ROBUST, Feature.CODEC, Feature.PULL_CODEC, Feature.ELASTIC)
+    },
 }
 _IN_OWN_LOOP: Refusals = {
     Feature.RING_PATH: "exchanges with a server: leave it out",
     Feature.SKIP_BATCH: "chooses its batches itself: use --recovery checkpoint",
     Feature.OWN_EPOCHS: "makes its passes itself: leave it out",
+    Feature.CAPTURE: "computes its gradients itself: capture them there",
 }
 """What a user's own loop refuses under every strategy; these reasons go on from "your own loop"."""
 _OWN_LOOP_STEPS: Refusals = {
@@ -166,6 +168,7 @@ STRATEGIES = {
             Feature.CODEC: f"has no network whose bytes could be saved; {_ONE_AT_A_TIME}",
             Feature.PULL_CODEC: f"has no network whose bytes could be saved; {_ONE_AT_A_TIME}",
             Feature.ELASTIC: "is one worker; use sync, async or bounded, or leave it out",
+            Feature.DRAIN: "is one worker: stop the run, or let it finish",
             Feature.SERVER: "has no server: choose sync, async, bounded:S or backup:B",
             Feature.LAUNCHER: "is one worker: leave the launcher out, or choose --strategy allreduce or async",
             Feature.FAULTS: "has no worker processes: leave out one of the two, or try it in 'paceline simulate'",
