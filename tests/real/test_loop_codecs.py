@@ -40,7 +40,7 @@ def replay(cwd: Path) -> None:
     assert command.process.returncode == 0 and "identical to the run" in command.out, command.out + command.err
 
 
-@pytest.mark.parametrize("strategy", ["async", "sync"])
+@pytest.mark.parametrize("strategy", ["async", pytest.param("sync", marks=pytest.mark.long)])
 def test_a_killed_loop_comes_back_with_a_new_memory_and_the_run_replays(tmp_path: Path, strategy: str) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     flags = ("-n", "2", "--strategy", strategy, "--restart-workers", "1", "--name", "it")
@@ -52,10 +52,8 @@ def test_a_killed_loop_comes_back_with_a_new_memory_and_the_run_replays(tmp_path
     replay(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    ["allreduce", *(pytest.param(name, marks=pytest.mark.long) for name in ("local:3", "diloco:3", "async-local:3"))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["allreduce", "local:3", "diloco:3", "async-local:3"])
 def test_strategies_that_are_a_ring_elsewhere_encode_what_they_send_to_the_server(
     tmp_path: Path, strategy: str
 ) -> None:
@@ -67,6 +65,7 @@ def test_strategies_that_are_a_ring_elsewhere_encode_what_they_send_to_the_serve
     replay(tmp_path)
 
 
+@pytest.mark.long
 def test_a_killed_server_reads_the_encoded_pushes_again(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     flags = ("-n", "2", "--strategy", "async", "--durable", "--checkpoint-every", "0.2", "--delay", "10ms")

@@ -17,7 +17,7 @@ from paceline.system.strict_json import from_json, to_json
 from paceline.system.terminal import printable
 
 MAGIC = b"PACE"
-VERSION = 5
+VERSION = 6
 _HEADER = struct.Struct("<4sBBxxQ")
 HEADER_NBYTES = _HEADER.size
 ALIGNMENT = 16

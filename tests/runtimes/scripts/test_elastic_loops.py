@@ -115,6 +115,19 @@ def test_the_part_of_a_drained_worker_goes_to_the_others(tmp_path: Path, capsys:
     assert max(seen_in(3, loops).values()) == 1 and len(seen_in(3, loops)) < 40
 
 
+def test_a_worker_that_was_lost_before_it_heard_of_its_drain_hears_of_it_when_it_returns(tmp_path: Path) -> None:
+    one, loops = elastic(tmp_path)
+    loops[1].step(3)
+    one.handle(Drain(1))
+    one.lose(1)
+    back = Loop(one.session(1, 1))
+    assert back.session.finished
+    back.finish()
+    assert not back.seen
+    with pytest.raises(TrainingOver):
+        back.session.finish()
+
+
 def test_a_lost_worker_goes_on_in_its_pass_unless_the_others_have_divided_the_data_without_it(tmp_path: Path) -> None:
     one, loops = elastic(tmp_path)
     for loop in loops:

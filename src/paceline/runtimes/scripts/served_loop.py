@@ -17,27 +17,25 @@ from torch.optim import Optimizer
 
 from paceline.assembly.own_loop import loop_compression
 from paceline.config import RunConfig
-from paceline.core.messages import DataAssignment, Join, Push, Reply, loss_of_push
+from paceline.core.messages import Join, Push, Reply, loss_of_push
 from paceline.core.own_loop.settings import LoopLayout
 from paceline.errors import SERVER_GONE, RunFailed, UserError
 from paceline.interfaces import State
 from paceline.runs.durable_files import write_atomically
 from paceline.runs.folder import RunFolder
-from paceline.runtimes.scripts.adopt import FollowedScheduler, Place, UserObjects
+from paceline.runtimes.scripts.adopt import UserObjects
 from paceline.runtimes.scripts.bound_model import BoundModel
-from paceline.runtimes.scripts.loading.divisions import Division, Divisions
+from paceline.runtimes.scripts.loading.divisions import Divisions
 from paceline.runtimes.scripts.loading.facts import MAX_SAMPLES
 from paceline.runtimes.scripts.loading.kept_states import KeptStates
 from paceline.runtimes.scripts.loading.loader import WorkerLoader
+from paceline.runtimes.scripts.loading.places import LoopPlaces
 from paceline.runtimes.scripts.optimizer import AdoptedOptimizer, PushStep, join_states, settings_of
 from paceline.runtimes.scripts.standalone import InProcessClient
 from paceline.runtimes.worker_loop import StepTimer
 from paceline.tasks.script_model import load_tensors, save_tensors
 from paceline.transports.protocol import ScriptTransport
 
-NUM_OF_DIVISION = 5
-"""Numbers that a loop says of how its data is divided, if that can change: the pass that it will have begun by its next
-push, the newest generation of divisions that it has heard of, and the division of its pass."""
 COMPARED_FULLY_EVERY = 64
 """Steps after which all weights are compared with those that the server sent; also at 0, 1, 2, 4, 8, ..."""
 
@@ -67,19 +65,14 @@ class ServedLoop:
         loaders: Sequence[WorkerLoader],
         divisions: Divisions,
     ) -> None:
-        self._env, self._config, self._loaders, self._divisions = env, config, loaders, divisions
-        self.came_late = False  # whether the loop begins in the middle of the run, or has no pass left to make
+        self._env, self._config, self._loaders = env, config, loaders
         self._transport, self._timer = env.transport, StepTimer(config, env.worker)
         self.optimizers = self._adopt(handed.optimizers)
-        self.schedulers = [
-            FollowedScheduler(scheduler, self.skips_passes, self._place) for scheduler in handed.schedulers
-        ]
+        self.places = LoopPlaces(loaders, handed.schedulers, divisions)
         self._states = KeptStates(RunFolder(env.folder).streams if env.folder else None, env.worker, loaders)
         self.pushes = 0  # of this incarnation
         self._said_unclear = False
-        self._num_of_division = NUM_OF_DIVISION if divisions.is_elastic and loaders else 0
-        self._num_places = 2 * len(loaders) + self._num_of_division + len(self.schedulers)
-        self._layouts = [self._loop_layout(one) for one in self.optimizers] or [LoopLayout(self._num_places, (), ())]
+        self._layouts = [self._loop_layout(one) for one in self.optimizers] or [LoopLayout(self.places.num, (), ())]
         loop_size = max(layout.size for layout in self._layouts)
         compression = partial(loop_compression, config, env.worker, self._layouts)
         self.bound = BoundModel(handed.models, handed.parameters(), loop_size, self.steps_here, compression)
@@ -102,7 +95,7 @@ class ServedLoop:
         sizes = adopted.group_sizes
         ends = list(itertools.accumulate(sizes))
         groups = tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
-        return LoopLayout(self._num_places if not adopted.number else 0, tuple(adopted.numbers), groups)
+        return LoopLayout(self.places.num if not adopted.number else 0, tuple(adopted.numbers), groups)
 
     def join(self, facts: dict[str, Any], push_step: PushStep) -> Reply:
         """Join the run and load its weights. Go on where this worker's last incarnation was.
@@ -136,8 +129,12 @@ class ServedLoop:
         if reply is None:
             raise RunFailed(SERVER_GONE)
         self._replies = [reply] * len(self._layouts)
+        self._hear_of_drain()
         self._follow_steps(push_step)
-        self._begin_at(reply, list(map(int, bound.slot.loop[: self._num_places].tolist())))
+        said, layout = bound.slot.loop.tolist(), self._layouts[0]
+        goes_on = self.places.begin_at(reply, self.step_number, [int(number) for number in said[: layout.num_places]])
+        if goes_on and self.optimizers and not self.places.can_go_on:
+            self.optimizers[0].set_rates(said[layout.num_places :][: len(layout.numbers)])
         self._states.go_on()
         self._timer.restart()
         self._began = time.perf_counter(), time.process_time()
@@ -162,47 +159,15 @@ class ServedLoop:
             notes.append(f"{what}; the server keeps and saves float32 weights")
         return notes
 
-    def _begin_at(self, reply: Reply, places: list[int]) -> None:
-        """Go on where this worker's last incarnation was.
+    @property
+    def is_drained(self) -> bool:
+        """Whether training is over for this worker alone."""
+        return self._replies[0].released
 
-        A worker that comes to a run whose data the others have divided without it begins with the first pass that is
-        divided over it, too, and with the schedule of another worker.
-        """
-        assignment, begin = reply.assignment, 2 * len(self._loaders)
-        division, places = (
-            places[begin : begin + self._num_of_division],
-            places[:begin] + places[begin:][self._num_of_division :],
-        )
-        if division and self.step_number:
-            _, generation, *known = division
-            self._divisions.go_on(Division(*known), generation)
-        told = assignment.generation if assignment is not None else 0
-        self.came_late = told > 0 and (not self.step_number or told > self._divisions.generation + 1)
-        passes = places[0] + (places[1] > 0) if self._loaders and self.step_number and not self.came_late else 0
-        self._divisions.follow(assignment, passes)
-        if self.came_late and assignment is not None and any(places):
-            places = [n for _ in self._loaders for n in (assignment.first_pass, 0)] + places[begin:]
-        if places and (self.step_number or self.came_late):
-            self._go_on(places)
-
-    def _hear_of_division(self, assignment: DataAssignment | None) -> None:
-        """Divide the data as the newest reply says."""
-        note = self._divisions.follow(assignment, max((loader.passes for loader in self._loaders), default=0))
-        if note is not None and self._loaders:
-            print(note, file=sys.stderr)
-
-    def _go_on(self, places: list[int]) -> None:
-        """Put loaders and schedulers where they were at the predecessor's last push."""
-        for number, loader in enumerate(self._loaders):
-            loader.resume_at(*places[2 * number : 2 * number + 2])
-        for scheduler, count in zip(self.schedulers, places[2 * len(self._loaders) :], strict=True):
-            scheduler.go_on(count)
-        if self.optimizers and not all(scheduler.can_go_on for scheduler in self.schedulers):
-            end = self._num_places + len(self._layouts[0].numbers)
-            self.optimizers[0].set_rates(self.bound.slot.loop[self._num_places : end].tolist())
-
-    def _place(self) -> Place:
-        return tuple(loader.position for loader in self._loaders)
+    def _hear_of_drain(self) -> None:
+        if self.is_drained:
+            what = f"worker {self._env.worker} was drained: its loop ends, and its script at session.finish()"
+            print(what, file=sys.stderr)
 
     def _on_forward(self, inputs: Any) -> None:
         is_waiting = any(loader.handed_out.waiting for loader in self._loaders)
@@ -220,10 +185,6 @@ class ServedLoop:
             what = "the loop took several batches before it called the model, with inputs that are none of them"
             print(f"{what}: if it holds a copy of one for its next step, a restart skips that batch", file=sys.stderr)
         return samples[0] if samples else 0
-
-    def skips_passes(self) -> bool:
-        """Whether the loop runs through passes that an earlier incarnation has finished."""
-        return any(loader.skips_passes for loader in self._loaders)
 
     @property
     def ignores_loaders(self) -> bool:
@@ -281,8 +242,9 @@ class ServedLoop:
         is_discarded = reply.discarded != before.discarded
         bound.compression.receive(number, before.serial, reply.discarded if is_discarded else None)
         self._replies[number] = reply
+        self._hear_of_drain()
         if not number and not reply.finished:
-            self._hear_of_division(reply.assignment)
+            self.places.hear(reply.assignment)
         self.pushes += 1
         self._states.after_push()
         self._began = time.perf_counter(), time.process_time()
@@ -295,12 +257,9 @@ class ServedLoop:
 
         A push has the buffer's begin to itself: there is one at a time.
         """
-        places = [] if number else [n for loader in self._loaders for n in loader.handed_out.trained]
-        counts = [] if number else [scheduler.count_after(self._place()) for scheduler in self.schedulers]
+        places = [] if number else self.places.said()
         settings = self.optimizers[number].settings() if self.optimizers else []
-        if not number and self._num_of_division:
-            places += [self._loaders[0].pass_at_next_push(), *self._divisions.said_in(int(places[0]))]
-        values = [*places, *counts, *settings, *(flags if self.optimizers else ())]
+        values = [*places, *settings, *(flags if self.optimizers else ())]
         slot = self.bound.slot.loop
         slot.numpy()[: len(values)] = values
         return slot[: len(values)]

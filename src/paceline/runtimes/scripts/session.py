@@ -56,7 +56,6 @@ class Session:
         self.config, self.worker = env.config, env.worker
         self._divisions = Divisions(env.config, env.worker)
         self.finished = False
-        self._is_drained = False  # whether training is over for this worker alone
         self._env, self._is_plain = env, is_plain
         self._handed: adopt.UserObjects | None = None
         self._loop: ServedLoop | None = None
@@ -105,7 +104,7 @@ class Session:
     @property
     def skips_passes(self) -> bool:
         """Whether the loop runs through passes without a batch, which this worker finished before its restart."""
-        return self._loop is not None and self._loop.skips_passes()
+        return self._loop is not None and self._loop.places.skips_passes()
 
     @property
     def _made(self) -> int:
@@ -242,7 +241,7 @@ class Session:
         """The script has failed because `next(...)` found no batch: end it if training is over, else say why."""
         if self.finished:
             self._end_script()
-        if self._loop is not None and self._loop.skips_passes():
+        if self._loop is not None and self._loop.places.skips_passes():
             what = f"worker {self.worker} goes on in a later pass, and next(...) found no batch in a finished one"
             print(f"{what}: draw batches in a loop 'for batch in loader', which runs through these", file=sys.stderr)
             raise SystemExit(1)
@@ -299,11 +298,6 @@ class Session:
                 print(f"{what}: every worker reads all data; let the loop read that one", file=sys.stderr)
         reply = loop.push(number, samples, self._loss, weight, *scaling)
         self._loss, self.finished, self._samples[number] = None, reply.finished, 0
-        if reply.released:
-            self._is_drained = True
-            print(
-                f"worker {self.worker} was drained: its loop ends, and its script at session.finish()", file=sys.stderr
-            )
         if not number:
             self._seed_step()
 
@@ -364,10 +358,10 @@ class Session:
         if self._evaluates:
             raise UserError("session.finish() inside session.eval_weights(): call it after that block")
         if loop is not None:
-            if self._is_drained:
+            if loop.is_drained:
                 self._env.transport.close()
                 raise TrainingOver(0)
-            if not self._made and not self.finished and not loop.came_late:
+            if not self._made and not self.finished and not loop.places.came_late:
                 what = "the loop ended and no step has reached the server"
                 instead = "give session.prepare(...) the optimizer whose step() the loop calls"
                 raise UserError(f"{what}: weights changed by hand are not seen; {instead}, or call session.step(loss)")
