@@ -259,7 +259,7 @@ def _codec_targets() -> dict[str, Target]:
 def make_targets() -> dict[str, Target]:
     """All decoders, by name."""
     packets, greeted = _Packets(), _greeted()
-    members, weights = bytes([0, 0, 1, 0]), bytes(32)
+    members, weights = bytes([2, 0, 0, 0, 0, 0, 1, 0]), bytes(32)
     sent = [_fields(FrameKind.SEEN, offset=0, size=9, age=0.5) + _framed(FrameKind.BODY, bytes(9)), REFUSED]
     orders = [["Push", 0, 0, 1, 1, 4, "0.5", None], ["Join", 0, 0, None, 1, False], ["Leave", 0, 0], ["Resume", 0, 0]]
     orders = [_fields(FrameKind.SHARD, input=words, finite=True) for words in orders]  # type: ignore[misc]

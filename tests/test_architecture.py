@@ -9,6 +9,8 @@ from pathlib import Path
 import generate_pages
 import pytest
 
+from paceline.settings.strategies import Feature
+
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/paceline"
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
@@ -23,6 +25,12 @@ def test_the_tree_is_the_one_that_is_made_today() -> None:
 def test_the_help_texts_are_those_that_are_printed_today() -> None:
     page = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
     assert generate_pages.filled("docs/cli.md") == page, "make pages"
+
+
+def test_the_table_of_features_is_the_one_that_the_program_checks() -> None:
+    page = (ROOT / "docs/strategies/index.md").read_text(encoding="utf-8")
+    assert generate_pages.filled("docs/strategies/index.md") == page, "make pages"
+    assert set(generate_pages.feature_names()) == set(Feature), "each has a name in the table, or is not shown"
 
 
 def test_the_tree_has_every_source_file_at_its_depth(tmp_path: Path) -> None:

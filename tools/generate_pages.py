@@ -1,4 +1,4 @@
-"""Write the generated parts of the docs: the file tree of `docs/architecture.md` and the help texts of `docs/cli.md`.
+"""Write the generated parts of the docs: the tree of `architecture.md`, the help of `cli.md`, the table of features.
 
     python tools/generate_pages.py          # or: make pages
 
@@ -15,6 +15,10 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.settings.strategies import Feature
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/paceline"
@@ -113,9 +117,101 @@ def fenced(text: str) -> str:
     return f"```text\n{text}\n```"
 
 
+def feature_names() -> dict[Feature, str]:
+    """Return how a user asks for each feature of the table."""
+    from paceline.settings.strategies import Feature
+
+    return {
+        Feature.SEVERAL_WORKERS: "several workers",
+        Feature.CODEC: "`--codec`",
+        Feature.PULL_CODEC: "`--pull-codec`",
+        Feature.ELASTIC: "`--max-workers`",
+        Feature.DRAIN: "`paceline drain`, `--stall`",
+        Feature.FAULTS: "`--faults`",
+        Feature.RESTART: "`--restart`",
+        Feature.RESTART_WORKERS: "`--restart-workers`",
+        Feature.CAPTURE: "`--capture`",
+        Feature.SKIP_BATCH: "`--recovery skip-batch`",
+        Feature.AGGREGATE: "`--aggregate`",
+        Feature.ROBUST: "`--robust`",
+        Feature.RING_PATH: "`--path ring`",
+        Feature.STAR_PATH: "`--path star`",
+        Feature.LOCAL_STEPS: "`--local-steps`",
+        Feature.STEPS_BY_SPEED: "`--local-steps speed`",
+        Feature.OUTER_OPTIMIZER: "`--outer-lr`, `--outer-momentum`",
+        Feature.SCHEDULE: "`--schedule`, `--warmup`, `--scale-lr`",
+        Feature.OWN_EPOCHS: "`--epoch-mode own`",
+        Feature.GRADIENT_RULE: "a `--rule` for gradients",
+        Feature.DRIFT_RULE: "a `--rule` for drifts",
+        Feature.WORKER_RULE: "a `--rule` that knows the workers",
+        Feature.DROPPING_RULE: "a `--rule` that drops pushes",
+        **dict.fromkeys((Feature.SERVER, Feature.TLS, Feature.LAUNCHER), NOT_SHOWN),
+    }
+
+
+NOT_SHOWN = ""
+"""In place of the name of a feature that depends on where the workers run, which `docs/cluster.md` is about."""
+CELLS = {(True, True): "yes", (True, False): "built-in", (False, True): "own loop", (False, False): "no"}
+"""What a cell says, by whether built-in training allows it and whether an own loop does."""
+PLACES = ("built-in", "own loop")
+
+
+def feature_table() -> str:
+    """Return which strategy allows which feature, in built-in training and in own loops, and every reason against."""
+    from paceline.settings.strategies import STRATEGIES, Topology
+
+    names = [f"`{name}:{kind.letter}`" if kind.letter else f"`{name}`" for name, kind in STRATEGIES.items()]
+    rows = [["", *names], ["---"] * (len(names) + 1)]
+    reasons: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for feature, asked in feature_names().items():
+        cells = []
+        for name, kind in STRATEGIES.items() if asked != NOT_SHOWN else ():
+            text = f"{name}:{max(1, kind.least)}" if kind.letter else name
+            against = {place: reason_against(text, feature, place) for place in PLACES}
+            cell = CELLS[against["built-in"] is None, against["own loop"] is None]
+            on_star = cell == "own loop" and reason_against(text, feature, "built-in", "star") is None
+            cells.append("star" if on_star and Topology.STAR in kind.axes.topologies else cell)
+            for place, why in against.items():
+                if why is not None:
+                    reasons.setdefault((asked, why), {}).setdefault(place, []).append(f"`{name}`")
+        if cells:
+            rows.append([asked, *cells])
+    lines = [["not", "with", "because the strategy"], ["---"] * 3]
+    for (asked, why), places in reasons.items():
+        everywhere = ", ".join(f"`{name}`" for name in STRATEGIES)
+        lines.append([asked, "; ".join(one.replace(everywhere, "all") for one in where(places)), why])
+    return "\n\n".join("\n".join(f"| {' | '.join(row)} |" for row in table) for table in (rows, lines))
+
+
+def where(places: dict[str, list[str]]) -> list[str]:
+    """Return the strategies of one reason; if built-in training and own loops differ, each with its name.
+
+    >>> where({"built-in": ["`a`"], "own loop": ["`a`"]}), where({"own loop": ["`a`", "`b`"]})
+    (['`a`'], ['`a`, `b` (own loop)'])
+    """
+    found = {place: ", ".join(names) for place, names in places.items()}
+    alike = len(found) == 2 and len(set(found.values())) == 1
+    return [*found.values()][:1] if alike else [f"{names} ({place})" for place, names in found.items()]
+
+
+def reason_against(strategy: str, feature: Feature, place: str, path: str | None = None) -> str | None:
+    """Return why a strategy refuses a feature, in an own loop or in built-in training; None if it allows it."""
+    from paceline.config import SCRIPT, RunConfig
+    from paceline.settings.strategies import Feature, why_not, why_not_in_own_loop
+
+    needed = {Feature.STEPS_BY_SPEED: Feature.LOCAL_STEPS}
+    needed |= dict.fromkeys((Feature.WORKER_RULE, Feature.DROPPING_RULE), Feature.GRADIENT_RULE)
+    config = RunConfig(strategy=strategy, task=f"{SCRIPT}:loop" if place == "own loop" else None, path=path)
+    common = why_not_in_own_loop(feature) if place == "own loop" else None
+    if common is not None:
+        return f"(your own loop) {common}"
+    return (why_not(config, needed[feature]) if feature in needed else None) or why_not(config, feature)
+
+
 PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "docs/architecture.md": ("tree", source_tree),
     "docs/cli.md": ("help", help_page),
+    "docs/strategies/index.md": ("features", feature_table),
 }
 
 

@@ -231,10 +231,22 @@ def test_a_script_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> Non
     assert "which script?" in complaint(capsys)
 
 
-def test_a_script_with_a_codec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "loop.py").write_text("")
-    assert main(["run", "-n", "2", "--codec", "int8", "loop.py"]) == 2
-    assert "codec int8: your own loop exchanges floats as they are" in complaint(capsys)
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--path ring", "--path ring: your own loop exchanges with a server: leave it out"),
+        ("--strategy allreduce --max-workers 3", "--max-workers 3: strategy allreduce cannot go on without one"),
+        ("--strategy allreduce --stall 9", "--stall 9: strategy allreduce cannot go on without one of its workers"),
+        ("--strategy allreduce --path star", "--path star: strategy allreduce is an exchange around a ring"),
+        ("--strategy classic -n 1 --codec int8", "--codec int8: strategy classic has no network"),
+        ("--max-workers 1", "--max-workers 1 is below the --workers 2 that begin"),
+    ],
+)
+def test_what_a_script_cannot_have(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, why: str) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text("")
+    assert main(["run", "-n", "2", *flags.split(), str(script)]) == 2
+    assert why in complaint(capsys)
     assert not list(tmp_path.glob("runs/*"))
 
 

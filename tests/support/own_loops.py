@@ -23,7 +23,7 @@ def first_facts(layout: Layout, /, **known: Any) -> dict[str, Any]:
     """What a loop without an optimizer says in its first message, as far as a test does not say otherwise."""
     facts = {"layout": layout.to_rows(), "state_layout": [], "sources": None, "settings": {}, "optimizers": []}
     data = {"num_samples": 100, "order": None, "skew": 0.0, "batch_size": 10, "max_samples": 10}
-    return {**facts, "numbers": 0, "notes": [], "steps": None, "epochs": 1.0, **data, **known}
+    return {**facts, "numbers": 0, "loaders": 0, "notes": [], "steps": None, "epochs": 1.0, **data, **known}
 
 
 class OneServer:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from paceline.assembly.core import make_aggregate, make_policy, make_rule, make_training
 from paceline.assembly.optimizer_class import optimizer_maker
-from paceline.assembly.run import make_roster
+from paceline.assembly.run import codecs_of, make_roster
 from paceline.config import RunConfig
+from paceline.core.own_loop.compression import LoopCompression, optimizer_layouts
 from paceline.core.own_loop.grouped import Grouped
 from paceline.core.own_loop.settings import FollowsLoop, LoopLayout, OwnLoops
 from paceline.core.own_loop.torch_optimizer import PREFIX, TorchOptimizer
@@ -58,26 +59,33 @@ def loop_server(
     initial: Sequence[State] = (),
 ) -> Server:
     """Make the server of own loops that begin with `weights`, and with the `initial` states of their optimizers."""
+    server = _loop_server(config, facts, weights, script, initial)
+    if server.assignments is not None and facts["loaders"]:
+        server.assignments.next_pass = server.own_loops.next_pass
+    return server
+
+
+def _loop_server(
+    config: RunConfig, facts: Facts, weights: Tensor, script: Path | None, initial: Sequence[State]
+) -> Server:
     layout, training = Layout.from_rows(facts["layout"]), make_training(config, loop_budget(config, facts))
     described = facts["optimizers"]
     if not described:
         rule = make_rule(config, layout, skew=facts["skew"])
-        exchange = Exchange(aggregate=make_aggregate(config))
+        exchange = Exchange(codecs_of(config, layout), aggregate=make_aggregate(config))
         return Server(weights, rule, make_policy(config), training, make_roster(config), exchange)
     factor = dataclasses.replace(training.schedule, base=training.schedule.base / (config.lr or 1.0))
     training = dataclasses.replace(training, schedule=factor)  # loops bring the learning rates themselves
-    parts, begin, rows = [], 0, facts["layout"]
-    for number, one in enumerate(described):
-        loop = LoopLayout.from_facts(one["loop"])
-        own = Layout.from_rows(rows[: loop.num_parameters])
-        rows = rows[loop.num_parameters :]
+    parts, begin, loops_said = [], 0, [LoopLayout.from_facts(one["loop"]) for one in described]
+    layouts = optimizer_layouts(layout, loops_said)
+    for number, (one, loop, own) in enumerate(zip(described, loops_said, layouts, strict=True)):
         state = initial[number] if number < len(initial) else {}
         make = partial(TorchOptimizer, optimizer_maker(one["class"], script), own, loop, state)
         rule, loops = _stepping(_config_of(config, one), facts["skew"], make, own, loop)
         if state and any(isinstance(target, Grouped) for target in loops.targets):
             what = f"rule {rule.name} has a momentum of its own"
             raise UserError(f"{what}, and the optimizer has a state already: use --rule plain, or a new optimizer")
-        exchange = Exchange(aggregate=make_aggregate(config), own_loops=loops)
+        exchange = Exchange(codecs_of(config, own), aggregate=make_aggregate(config), own_loops=loops)
         parts.append((weights[begin : begin + own.size], rule, exchange))
         begin += own.size
     if len(parts) == 1:
@@ -90,6 +98,12 @@ def loop_server(
     ]
     _, rule, exchange = parts[0]
     return OptimizersServer(weights, rule, make_policy(config), training, make_roster(config), exchange, others)
+
+
+def loop_compression(config: RunConfig, worker: int, loops: Sequence[LoopLayout], layout: Layout) -> LoopCompression:
+    """A worker's end of the exchange that its `loop_server` has: the same codecs, over the same parts of the model."""
+    layouts = optimizer_layouts(layout, loops)
+    return LoopCompression([codecs_of(config, one) for one in layouts], layouts, worker)
 
 
 def _config_of(config: RunConfig, described: Facts) -> RunConfig:

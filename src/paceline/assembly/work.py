@@ -40,8 +40,13 @@ class WorkAssignment:
         if assignment is None:
             shard = self.shards[worker % len(self.shards)]
             return Batches(shard, config.batch_size, config.seed, worker, multiple_of=self.multiple_of)
-        part = self.parts(len(assignment.members), config)[assignment.members.index(worker)]
-        return Batches(self.train[part], config.batch_size, config.seed, worker, assignment.generation)
+        members = assignment.members
+        return self.part(worker, config, assignment.generation, members.index(worker), len(members))
+
+    def part(self, worker: int, config: RunConfig, generation: int, index: int, count: int) -> Batches:
+        """The batches of one worker that has part `index` of `count`."""
+        shard = self.train[self.parts(count, config)[index]]
+        return Batches(shard, config.batch_size, config.seed, worker, generation, self.multiple_of)
 
     def samples_of(self, reply: Reply, config: RunConfig) -> int:
         """How many samples the batch has, or the batches of local steps have, that a reply asks for."""

@@ -69,7 +69,7 @@ TRACE_DESCRIPTION = """Write the timeline of a run for https://ui.perfetto.dev: 
 def export_verb(arguments: list[str]) -> int:
     parser = Parser("export", EXPORT_DESCRIPTION, "paceline export RUN... --to NAME [--follow]")
     parser.add("runs", "run folders, or folders of runs", nargs="+", metavar="RUN")
-    to = "tracker: csv, tensorboard, mlflow, wandb, otel or MODULE:CLASS; or the URL of a store, for the run folder itself"
+    to = "tracker: csv, tensorboard, mlflow, wandb, otel or MODULE:CLASS; or the URL of a store, for the folder itself"
     parser.add("--to", to, required=True, metavar="NAME")
     parser.add("--follow", "keep sending until the run ends", action="store_true")
     parsed = parser.parse_strictly(arguments)

@@ -78,6 +78,15 @@ class WorkerBuffers:
         sizes = BufferSizes(span.stop - span.start, state, payload, pulled, local_state)
         return WorkerBuffers.private(sizes, None, **given)
 
+    def of_optimizer(self, span: slice, sizes: BufferSizes) -> WorkerBuffers:
+        """The memory of one of an own loop's optimizers: a range of the weights, and the begin of what all use in turn.
+
+        Its own state is private.
+        """
+        update = self.update[span] if sizes.payload is None else self.update[: sizes.payload]
+        reply = self._reply[: sizes.parts()["pulled"][1]]
+        return WorkerBuffers.private(sizes, None, weights=self.weights[span], update=update, pulled=reply)
+
     def full_view(self, weights: Tensor, span: slice) -> WorkerBuffers:
         """Full-size buffers over `weights`; from now on this object's weights are the slice `span` of it."""
         self.weights = weights[span]

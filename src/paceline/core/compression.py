@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.buffers import BufferSizes, WorkerBuffers, load_local_state, local_state_nbytes
-from paceline.interfaces import Codec, State, Task
+from paceline.interfaces import Codec, Layout, State
 
 LEFT_OUT = "error"  # the name of the error-feedback buffer in a codec's memory
 
@@ -40,11 +40,22 @@ class Codecs(NamedTuple):
 DENSE = Codecs()
 
 
+class Trained(Protocol):
+    """What a worker trains, as its end of the exchange sees it: a `Task`, or the model of a user's own loop."""
+
+    layout: Layout
+    state_size: int
+    local_state: State
+
+    def bind(self, weights: Tensor, gradient: Tensor, state: Tensor) -> None:
+        """Use these buffers from now on."""
+
+
 class WorkerCompression:
     """The worker's end, between a task and the memory shared with the server: decodes replies, encodes pushes."""
 
-    def __init__(self, codecs: Codecs, worker: int, task: Task, device: torch.device | None = None) -> None:
-        self.codecs, self._device = codecs, device
+    def __init__(self, codecs: Codecs, worker: int, task: Trained, device: torch.device | None = None) -> None:
+        self.codecs, self._device, self._worker = codecs, device, worker
         self._left_out = codecs.push.start(codecs.key(worker)) if codecs.push is not None else {}
         codec_state = {f"codec.{name}": tensor for name, tensor in self._left_out.items()}
         self.local_state: State = {**task.local_state, **codec_state}
@@ -54,11 +65,12 @@ class WorkerCompression:
         """Whether a push is more than the gradient as it lies in memory: then `send` is called for each."""
         self._discarded = 0
 
-    def bind(self, memory: WorkerBuffers, task: Task) -> None:
-        """Use this memory from now on; with a push codec, the gradient gets a private buffer."""
+    def bind(self, memory: WorkerBuffers, task: Trained, gradient: Tensor | None = None) -> None:
+        """Use this memory from now on; with a push codec, the gradient gets a private buffer, or the one given."""
         self._memory, self._gradient = memory, memory.update
         if self.codecs.push is not None:
-            self._gradient = torch.zeros(self.sizes.weights, device=self._device)
+            new = gradient if gradient is not None else torch.zeros(self.sizes.weights, device=self._device)
+            self._gradient = new
         task.bind(memory.weights, self._gradient, memory.state)
         self._save_as_start()
 
@@ -101,6 +113,17 @@ class WorkerCompression:
         if memory.sizes.local_state:
             memory.save_state(self.local_state, seq - self._discarded)
         return update
+
+    def send_nothing(self, seq: int) -> Tensor:
+        """Encode zeros as push number `seq`, of a step that was skipped; the worker's own state stays as it is."""
+        left_out, codec = self._left_out, self.codecs.push
+        self._gradient.zero_()
+        if codec is not None:
+            self._left_out = codec.start(self.codecs.key(self._worker))
+        try:
+            return self.send(seq)
+        finally:
+            self._left_out = left_out
 
 
 class Decoder(Protocol):

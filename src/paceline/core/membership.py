@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,7 @@ class DataAssignments:
 
     def __init__(self, num_workers: int) -> None:
         self.now = DataAssignment(0, tuple(range(num_workers)))
+        self.next_pass: Callable[[], int] = lambda: 0  # the first pass that no user's own loop can have begun
         self._told: dict[int, tuple[DataAssignment, int]] = {}
 
     def look(self, at_work: tuple[int, ...]) -> None:
@@ -94,10 +96,10 @@ class DataAssignments:
 
         >>> assignments = DataAssignments(2)
         >>> assignments.look((0, 1)), assignments.look((1,)), assignments.look((1, 2)), assignments.now
-        (None, None, None, DataAssignment(generation=2, members=(1, 2)))
+        (None, None, None, DataAssignment(generation=2, members=(1, 2), first_pass=0))
         """
         if at_work and at_work != self.now.members:
-            self.now = DataAssignment(self.now.generation + 1, at_work)
+            self.now = DataAssignment(self.now.generation + 1, at_work, self.next_pass())
 
     def tell(self, worker: int, accepted: int) -> None:
         """Move `worker` to the newest assignment; its batches are counted from here."""
@@ -120,5 +122,5 @@ class DataAssignments:
 
 
 def _assignment(values: Any) -> DataAssignment:
-    generation, members = values
-    return DataAssignment(generation, tuple(members))
+    generation, members, *first_pass = values
+    return DataAssignment(generation, tuple(members), *first_pass)

@@ -159,10 +159,15 @@ Input: TypeAlias = Join | Push | Leave | GuardInput | SetLocalSteps | OwnLoopInp
 
 
 class DataAssignment(NamedTuple):
-    """An assignment of the data after a change of membership: each of `members`, in this order, has one part."""
+    """An assignment of the data after a change of membership: each of `members`, in this order, has one part.
+
+    Users' own loops divide their data by it from pass `first_pass` on, which none of them has begun before it hears of
+    the assignment.
+    """
 
     generation: int
     members: tuple[int, ...]
+    first_pass: int = 0
 
 
 class Reply(NamedTuple):
@@ -187,6 +192,8 @@ class Reply(NamedTuple):
     discarded: int = 0
     optimizer: int = 0
     """The optimizer whose push is answered, of several in one loop."""
+    released: bool = False
+    """Whether training is over for this worker alone: it was drained."""
 
 
 class Disposition(enum.IntEnum):

@@ -102,6 +102,11 @@ def _rule_key(optimizer: int) -> str:
     return f"rule{optimizer or ''}."
 
 
+def _pull_key(optimizer: int) -> str:
+    """What the names of a pull codec's memory begin with: of the first optimizer, and of further ones."""
+    return f"pull{optimizer or ''}."
+
+
 def _tensors_of(server: Server, memories: Mapping[int, WorkerBuffers]) -> dict[str, Tensor]:
     tensors = weights_and_rule(server)
     for worker, member in server.members.items():
@@ -112,10 +117,13 @@ def _tensors_of(server: Server, memories: Mapping[int, WorkerBuffers]) -> dict[s
 
 def _of_worker(server: Server, worker: int, memory: WorkerBuffers) -> dict[str, Tensor]:
     """Return the weights last sent to a live worker, and its local state after its last push that was not dropped."""
-    found, differences, member = {f"sent.{worker}": memory.weights}, server.differences, server.members[worker]
-    if differences is not None and worker in differences.held:
-        found[f"sent.{worker}"] = differences.held[worker]  # the worker may not have added the last delta yet
-        found |= {f"pull.{worker}.{name}": tensor for name, tensor in differences.states[worker].items()}
+    found, member = {f"sent.{worker}": memory.weights}, server.members[worker]
+    encoders = [one.differences for one in server.by_optimizer if one.differences is not None]
+    if encoders and worker in encoders[0].held:
+        held = [one.held[worker] for one in encoders]  # the worker may not have added the last delta yet
+        found[f"sent.{worker}"] = held[0] if len(held) == 1 else torch.cat(held)
+        for number, one in enumerate(encoders):
+            found |= {f"{_pull_key(number)}{worker}.{name}": tensor for name, tensor in one.states[worker].items()}
     if memory.sizes.local_state and member.seq >= 0:
         found[f"local_state.{worker}"] = memory.saved_state(member.saved)
     return found
@@ -130,10 +138,15 @@ def restore(server: Server, checkpoint: Checkpoint) -> None:
         facts = checkpoint.facts["optimizers"][number - 1]
         restore_server(one, facts, one.weights, checkpoint.group(_rule_key(number)))
     server.norms.restore(checkpoint.facts.get("norms", {}))
-    if server.differences is not None:
-        sent = {int(worker): weights for worker, weights in checkpoint.group("sent.").items()}
-        held = {worker: weights for worker, weights in sent.items() if server.members[worker].serial >= 0}
-        server.differences.restore(held, {worker: checkpoint.group(f"pull.{worker}.") for worker in held})
+    sent = {int(worker): weights for worker, weights in checkpoint.group("sent.").items()}
+    held = {worker: weights for worker, weights in sent.items() if server.members[worker].serial >= 0}
+    begin = 0
+    for number, one in enumerate(server.by_optimizer):
+        span = slice(begin, begin + one.updater.weights.numel())
+        if one.differences is not None:
+            states = {worker: checkpoint.group(f"{_pull_key(number)}{worker}.") for worker in held}
+            one.differences.restore({worker: weights[span] for worker, weights in held.items()}, states)
+        begin = span.stop
     server.worker_states = {int(worker): state for worker, state in checkpoint.group("state.").items()}
 
 

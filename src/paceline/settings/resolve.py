@@ -186,18 +186,13 @@ def resolve_own_loop(config: RunConfig) -> RunConfig:
     if config.weights is not None:
         how = "model.load_state_dict(safetensors.torch.load_file(FILE)) before session.prepare"
         raise UserError(f"--weights {config.weights}: your own loop loads its weights itself, by {how}; leave it out")
-    if config.path == "ring":
-        raise UserError("--path ring: your own loop exchanges with a server; leave it out")
-    if Topology.STAR in strategy_of(config).kind.axes.topologies:
+    if Topology.STAR in strategy_of(config).kind.axes.topologies and config.path is None:
         config = dataclasses.replace(config, path="star")
-    config = resolve(config)
-    codec, places = config.codec or config.pull_codec, config.max_workers
-    instead = "leave it out, or use 'paceline train --task'"
-    if codec is not None:
-        raise UserError(f"codec {codec}: your own loop exchanges floats as they are; {instead}")
-    if places is not None:
-        raise UserError(f"--max-workers {places}: your own loop keeps its workers and their data; {instead}")
-    return config
+    for name in given(config, ("schedule", "warmup", "scale_lr")):
+        require_feature(config, Feature.SCHEDULE, f"--{name.replace('_', '-')} {getattr(config, name)}")
+    if config.epoch_mode == "own":
+        require_feature(config, Feature.OWN_EPOCHS, "--epoch-mode own")
+    return resolve(config)
 
 
 def refuse_simulated(config: RunConfig) -> None:

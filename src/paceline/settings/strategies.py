@@ -11,7 +11,7 @@ from enum import Enum, auto
 from functools import cache
 from typing import NamedTuple
 
-from paceline.config import RunConfig
+from paceline.config import RunConfig, is_script
 from paceline.errors import UserError
 from paceline.settings.notation import name_and_argument, whole_number
 
@@ -62,6 +62,8 @@ class Feature(Enum):
     STAR_PATH = auto()
     LOCAL_STEPS = auto()  # `--local-steps`
     STEPS_BY_SPEED = auto()
+    SCHEDULE = auto()  # `--schedule`, `--warmup` and `--scale-lr`
+    OWN_EPOCHS = auto()  # `--epoch-mode own`
     OUTER_OPTIMIZER = auto()  # `--outer-lr` and `--outer-momentum`
     GRADIENT_RULE = auto()  # A rule that is made for gradients, other than `plain`
     DRIFT_RULE = auto()  # A rule that is made for drifts
@@ -106,9 +108,25 @@ _ON_RING: Refusals = {
 }
 _RING_OR_STAR: Refusals = {
     **_ON_RING,
-    Feature.AGGREGATE: f"{_ON_RING[Feature.AGGREGATE]}, or add --path star",
-    Feature.CODEC: f"{_ON_RING[Feature.CODEC]}, or add --path star",
-    Feature.PULL_CODEC: f"{_ON_RING[Feature.PULL_CODEC]}, or add --path star",
+    **{
+        feature: f"{_ON_RING[feature]}, or add --path star"
+        for feature in (Feature.AGGREGATE, Feature.ROBUST, Feature.CODEC, Feature.PULL_CODEC, Feature.ELASTIC)
+    },
+}
+_IN_OWN_LOOP: Refusals = {
+    Feature.RING_PATH: "exchanges with a server: leave it out",
+    Feature.SKIP_BATCH: "chooses its batches itself: use --recovery checkpoint",
+    Feature.OWN_EPOCHS: "makes its passes itself: leave it out",
+    Feature.CAPTURE: "computes its gradients itself: capture them there",
+}
+"""What a user's own loop refuses under every strategy; these reasons go on from "your own loop"."""
+_OWN_LOOP_STEPS: Refusals = {
+    Feature.SCHEDULE: "steps with the optimizers of your own loop: use a torch scheduler there",
+}
+_OWN_LOOP_OF_ALL: Refusals = {
+    Feature.ELASTIC: "cannot go on without one of its workers; use sync, async or bounded, or leave it out",
+    Feature.DRAIN: "cannot go on without one of its workers: stop the run, or let it finish",
+    Feature.RESTART_WORKERS: "cannot go on without one of its workers; use sync, async or bounded, or leave it out",
 }
 
 
@@ -130,6 +148,7 @@ class StrategyKind:
     """What `--rule auto` means; `auto` itself if there is a rule to choose, because gradients are stale."""
     refuses: Refusals
     on_ring: Refusals = field(default_factory=dict)  # what it refuses beside that on a ring
+    in_own_loop: Refusals = field(default_factory=dict)  # what it refuses beside that in a user's own loop
     letter: str = ""  # stands for the number behind the colon
     least: int = 1
     outer: tuple[float, float] | None = None
@@ -149,6 +168,7 @@ STRATEGIES = {
             Feature.CODEC: f"has no network whose bytes could be saved; {_ONE_AT_A_TIME}",
             Feature.PULL_CODEC: f"has no network whose bytes could be saved; {_ONE_AT_A_TIME}",
             Feature.ELASTIC: "is one worker; use sync, async or bounded, or leave it out",
+            Feature.DRAIN: "is one worker: stop the run, or let it finish",
             Feature.SERVER: "has no server: choose sync, async, bounded:S or backup:B",
             Feature.LAUNCHER: "is one worker: leave the launcher out, or choose --strategy allreduce or async",
             Feature.FAULTS: "has no worker processes: leave out one of the two, or try it in 'paceline simulate'",
@@ -189,6 +209,7 @@ STRATEGIES = {
             Feature.STAR_PATH: "is an exchange around a ring; over a star it is --strategy sync",
         },
         _ON_RING,
+        _OWN_LOOP_OF_ALL,
     ),
     "local": StrategyKind(
         "H steps each, then the mean of their drifts: local:H",
@@ -201,6 +222,7 @@ STRATEGIES = {
             Feature.DRIFT_RULE: "takes the mean of drifts as it is: leave it out",
         },
         _RING_OR_STAR,
+        _OWN_LOOP_STEPS,
         letter="H",
     ),
     "diloco": StrategyKind(
@@ -213,6 +235,7 @@ STRATEGIES = {
             Feature.DRIFT_RULE: "has its outer momentum: leave it out",
         },
         _RING_OR_STAR,
+        _OWN_LOOP_STEPS,
         letter="H",
         outer=(0.7, 0.9),
     ),
@@ -226,6 +249,7 @@ STRATEGIES = {
             **_NEEDS_SERVER,
             Feature.GRADIENT_RULE: "pushes drifts, and the rule is for gradients: use --rule delayed, its default",
         },
+        in_own_loop=_OWN_LOOP_STEPS,
         letter="H",
         outer=(0.4, 0.8),
     ),
@@ -309,9 +333,13 @@ def strategy_of(source: RunConfig | str) -> Strategy:
 
 
 def topology_of(config: RunConfig) -> Topology:
-    """Which way the run's pushes travel: as `--path` says, or as the strategy does by default."""
+    """Which way the run's pushes travel: as `--path` says, or as the strategy does by default.
+
+    Those of a user's own loop have no ring: they go to a server.
+    """
     topologies = strategy_of(config).kind.axes.topologies
-    return Topology.STAR if config.path == "star" and Topology.STAR in topologies else topologies[0]
+    goes_to_server = is_script(config) or (config.path == "star" and Topology.STAR in topologies)
+    return Topology.STAR if goes_to_server and topologies[0] is Topology.RING else topologies[0]
 
 
 def on_ring(config: RunConfig) -> bool:
@@ -337,11 +365,19 @@ def keeps_own(config: RunConfig) -> bool:
 def why_not(config: RunConfig, feature: Feature) -> str | None:
     """Why the run's strategy refuses a feature, and what to do; None if it allows it."""
     kind = strategy_of(config).kind
-    return {**kind.refuses, **(kind.on_ring if on_ring(config) else {})}.get(feature)
+    found = {**kind.refuses, **(kind.on_ring if on_ring(config) else {})}.get(feature)
+    return kind.in_own_loop.get(feature, found) if is_script(config) else found
+
+
+def why_not_in_own_loop(feature: Feature) -> str | None:
+    """Why a user's own loop refuses a feature under every strategy, and what to do; None if it does not."""
+    return _IN_OWN_LOOP.get(feature)
 
 
 def require_feature(config: RunConfig, feature: Feature, asked: str = "") -> None:
     """Refuse what was asked for if the run's strategy has no such feature, with the reason from the table."""
+    if is_script(config) and (why := why_not_in_own_loop(feature)) is not None:
+        raise UserError(f"{asked or f'--strategy {config.strategy}'}: your own loop {why}")
     why = why_not(config, feature)
     if why is not None:
         subject = f"{asked}: strategy" if asked else "--strategy"

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from torch import Tensor
 
 from paceline.core.buffers import BufferSizes, WorkerBuffers
-from paceline.core.messages import Join, OwnLoopInput, Push, Reply
+from paceline.core.messages import DataAssignment, Join, OwnLoopInput, Push, Reply
 from paceline.errors import ProtocolError
-from paceline.interfaces import State
+from paceline.interfaces import MAX_WORKERS, State
 from paceline.system.memory import available_memory
 from paceline.system.terminal import printable
 from paceline.transports.frames import ANYTHING, FLAG, UINT32, Schema, checked, integer, nullable, optional
 
-MEMBER_NBYTES = 2
+MEMBER_NBYTES, PASS_NBYTES = 2, 4
+MAX_ASSIGNMENT_NBYTES = PASS_NBYTES + MEMBER_NBYTES * MAX_WORKERS
 MAX_SECONDS = 1e8  # of one step: three years
 MAX_WEIGHT = 2.0**53
 BY_SAMPLES = -1.0  # in place of the weight of a push that has none
@@ -253,11 +254,16 @@ def unreadable(worker: int, error: Exception) -> ProtocolError:
     return ProtocolError(f"worker {worker} sent what cannot be read ({type(error).__name__}: {printable(str(error))})")
 
 
-def pack_members(members: tuple[int, ...]) -> bytes:
-    """Encode worker numbers, two bytes each."""
-    return struct.pack(f"<{len(members)}H", *members)
+def pack_assignment(assignment: DataAssignment) -> bytes:
+    """Encode the first pass of an assignment, and its members, two bytes each."""
+    return struct.pack(f"<I{len(assignment.members)}H", assignment.first_pass, *assignment.members)
 
 
-def unpack_members(packed: bytes | bytearray) -> tuple[int, ...]:
-    """Decode what `pack_members` encoded."""
-    return struct.unpack(f"<{len(packed) // MEMBER_NBYTES}H", packed)
+def unpack_assignment(generation: int, packed: bytes | bytearray) -> DataAssignment:
+    """Decode what `pack_assignment` encoded.
+
+    >>> unpack_assignment(3, pack_assignment(DataAssignment(3, (0, 2), 7)))
+    DataAssignment(generation=3, members=(0, 2), first_pass=7)
+    """
+    first_pass, *members = struct.unpack(f"<I{(len(packed) - PASS_NBYTES) // MEMBER_NBYTES}H", packed)
+    return DataAssignment(generation, tuple(members), first_pass)

@@ -31,6 +31,7 @@ from paceline.system.memory import receive_fds
 from paceline.system.shared_segment import Segment, page_aligned
 from paceline.system.strict_json import from_json, to_json
 from paceline.transports import protocol
+from paceline.transports.frames import DRAINED
 from paceline.transports.protocol import Hello, Peer, ReportedFigures, ScriptTransport, Timing, unreadable
 
 _PUSH = struct.Struct("<BBxxIIIQffffd")
@@ -85,7 +86,7 @@ class SharedMemoryClient(ScriptTransport):
 
     def __init__(self, connection: socket.socket, polls: int = 0, max_workers: int = 0) -> None:
         self._connection, self._polls = connection, polls
-        self._largest = _REPLY.size + protocol.MEMBER_NBYTES * max_workers
+        self._largest = _REPLY.size + protocol.PASS_NBYTES + protocol.MEMBER_NBYTES * max_workers
         self._assignment: DataAssignment | None = None
         self.lends_core_to: int | None = None
         """The process id of a server that is to run on this worker's core while the worker waits for a reply."""
@@ -177,9 +178,10 @@ class SharedMemoryClient(ScriptTransport):
             packet
         )
         if len(packet) > _REPLY.size:
-            self._assignment = DataAssignment(generation, protocol.unpack_members(packet[_REPLY.size :]))
+            self._assignment = protocol.unpack_assignment(generation, packet[_REPLY.size :])
         work = serial, version, batch, bool(finished), steps, lr
-        return Reply(worker, incarnation, *work, self._assignment, dropped, discarded, optimizer)
+        counts = dropped, discarded, optimizer
+        return Reply(worker, incarnation, *work, self._assignment, *counts, released=finished == DRAINED)
 
 
 def _fields_of(packet: bytes) -> dict[str, Any]:
@@ -275,11 +277,12 @@ class SharedMemoryPeer(Peer):
     def answer(self, reply: Reply) -> None:
         """Send a reply, with its members if they are new. If the worker is gone, the next `receive` says so."""
         generation = reply.assignment.generation if reply.assignment is not None else 0
-        named = (_REPLIED, reply.finished, reply.optimizer, reply.serial, reply.version)
+        over = DRAINED if reply.released else reply.finished
+        named = (_REPLIED, over, reply.optimizer, reply.serial, reply.version)
         counts = reply.dropped, reply.discarded
         packet = _REPLY.pack(*named, reply.batch, reply.lr, reply.steps, generation, *counts)
         if reply.assignment is not None and reply.assignment != self._sent_assignment:
-            packet += protocol.pack_members(reply.assignment.members)  # once per connection
+            packet += protocol.pack_assignment(reply.assignment)  # once per connection
             self._sent_assignment = reply.assignment
         self._send(packet)
 

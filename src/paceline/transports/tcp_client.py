@@ -15,13 +15,20 @@ from typing import Any, TypeVar
 from paceline.core.buffers import WorkerBuffers, view
 from paceline.core.messages import DataAssignment, Join, Push, Reply
 from paceline.errors import ProtocolError, UnknownWorker, UserError
-from paceline.interfaces import MAX_WORKERS
 from paceline.transports import frames
 from paceline.transports.auth import ClientHandshake
 from paceline.transports.connection import Connection, JoinRefused, connected, read, require_token, send
 from paceline.transports.frames import PUSH_HEAD, REPLY_HEAD, FrameKind, Reading, header, padding, read_bytes
 from paceline.transports.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS, ConnectionReport, introduce
-from paceline.transports.protocol import BY_SAMPLES, MEMBER_NBYTES, Timing, Transport, unpack_members
+from paceline.transports.protocol import (
+    BY_SAMPLES,
+    MAX_ASSIGNMENT_NBYTES,
+    MEMBER_NBYTES,
+    PASS_NBYTES,
+    Timing,
+    Transport,
+    unpack_assignment,
+)
 from paceline.transports.tls import Tls
 
 BEAT_SECONDS = 1.0
@@ -257,7 +264,7 @@ class TcpClient(Transport):
     def _largest_reply(self) -> int:
         memory = self._memory
         assert memory is not None
-        most = MEMBER_NBYTES * MAX_WORKERS + max(memory.weights.nbytes, memory.pulled.nbytes) + memory.loop.nbytes
+        most = MAX_ASSIGNMENT_NBYTES + max(memory.weights.nbytes, memory.pulled.nbytes) + memory.loop.nbytes
         return REPLY_HEAD.size + most + len(padding(most))
 
     def _reply(self, message: Join | Push) -> Reading[Reply]:
@@ -293,14 +300,15 @@ class TcpClient(Transport):
         memory.num_pulled = count if encoded else 0
         self._ship_state, self.is_drained = bool(ship_own), finished == frames.DRAINED
         asked = (serial, version, batch, bool(finished), steps, lr, self._assignment)
-        return Reply(worker, incarnation, *asked, dropped, discarded, optimizer)
+        return Reply(worker, incarnation, *asked, dropped, discarded, optimizer, released=self.is_drained)
 
     def _read_members(self, generation: int, nbytes: int, left: int) -> Reading[None]:
         """Read the members of a new data assignment: all of a reply except its head and its weights."""
-        if nbytes != left or nbytes > MEMBER_NBYTES * MAX_WORKERS or nbytes % MEMBER_NBYTES:
+        is_whole = not nbytes or (nbytes > PASS_NBYTES and not nbytes % MEMBER_NBYTES)
+        if nbytes != left or nbytes > MAX_ASSIGNMENT_NBYTES or not is_whole:
             raise ProtocolError(f"{nbytes} bytes of members in a reply that has room for {left}")
         if nbytes:
-            self._assignment = DataAssignment(generation, unpack_members((yield from read_bytes(nbytes))))
+            self._assignment = unpack_assignment(generation, (yield from read_bytes(nbytes)))
 
     def _await_reply(self) -> None:
         """Wait until bytes arrive, sending heartbeats meanwhile."""

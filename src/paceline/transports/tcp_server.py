@@ -49,7 +49,7 @@ from paceline.transports.protocol import (
     RequestKind,
     Timing,
     check_push,
-    pack_members,
+    pack_assignment,
     parse_figures,
     parse_hello,
     parse_sizes,
@@ -354,7 +354,7 @@ class TcpPeer(Peer):
         if assignment is None:
             return 0, b""
         known, self._sent_assignment = assignment == self._sent_assignment, assignment
-        return assignment.generation, b"" if known else pack_members(assignment.members)
+        return assignment.generation, b"" if known else pack_assignment(assignment)
 
     def dismiss(self, reason: str) -> None:
         """Refuse the worker for good, with a reason that it shows its user."""

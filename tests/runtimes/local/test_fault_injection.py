@@ -182,12 +182,12 @@ def test_what_processes_cannot_suffer_is_refused_in_one_line(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_script_cannot_come_back(
+def test_a_script_joins_only_a_run_with_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text("")
-    (tmp_path / "faults.toml").write_text(faults_toml([Fault("crash", 1.0, 0, restart_after=1.0)]))
+    (tmp_path / "faults.toml").write_text(faults_toml([Fault("join", 1.0, 2)]))
     assert main(["run", "-n", "2", "--faults", "faults.toml", "script.py"]) == 2
-    assert "a script cannot come back in the middle of its run; leave restart_after out" in capsys.readouterr().err
+    assert "no worker 2, there are 0 to 1, --max-workers makes room" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from itertools import chain, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import paceline
 from paceline.config import RunConfig
 from paceline.core.messages import Push
 from paceline.core.server import AppliedUpdate
+from paceline.core.server.updates import Updater
 from paceline.errors import Diverged, UserError
 from paceline.runtimes.scripts.serving.requests import FirstPushes
 from paceline.runtimes.scripts.session import Session, TrainingOver
@@ -563,30 +565,35 @@ def test_a_loop_that_saves_its_optimizer_goes_on_though_the_rule_has_its_own_mom
     one_step(*pairs[0])
 
 
+def plain_updater() -> Updater:
+    """An updater without a codec."""
+    return SimpleNamespace(decoder=None)  # type: ignore[return-value]
+
+
 def first_push(worker: int, *update: float) -> Push:
     return Push(worker, 0, 0, 0, 1, 0.5, torch.tensor(update), torch.empty(0))
 
 
 def test_two_workers_that_push_the_same_gradient_first_train_on_the_same_data() -> None:
     first = FirstPushes(3)
-    first.check(first_push(2, 1.0, 2.0))
-    first.check(first_push(0, 1.0, 2.5))
+    first.check(first_push(2, 1.0, 2.0), plain_updater())
+    first.check(first_push(0, 1.0, 2.5), plain_updater())
     with pytest.raises(UserError, match="workers 2 and 1 pushed the same gradient first") as error:
-        first.check(first_push(1, 1.0, 2.0))
+        first.check(first_push(1, 1.0, 2.0), plain_updater())
     assert "session.split(data)" in str(error.value) and "session.rng()" in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_gradients_of_zeros_tell_nothing_and_later_pushes_are_not_compared() -> None:
     first = FirstPushes(2)
-    first.check(first_push(0, 0.0, 0.0))
-    first.check(first_push(1, 0.0, 0.0))
-    first.check(first_push(0, 1.0, 2.0))
-    first.check(first_push(1, 1.0, 2.0))
+    first.check(first_push(0, 0.0, 0.0), plain_updater())
+    first.check(first_push(1, 0.0, 0.0), plain_updater())
+    first.check(first_push(0, 1.0, 2.0), plain_updater())
+    first.check(first_push(1, 1.0, 2.0), plain_updater())
     alike = FirstPushes(3)
-    alike.check(first_push(0, 0.0, 0.0))
-    alike.check(first_push(1, 1.0, 2.0))
-    alike.check(first_push(0, 1.0, 2.0))
+    alike.check(first_push(0, 0.0, 0.0), plain_updater())
+    alike.check(first_push(1, 1.0, 2.0), plain_updater())
+    alike.check(first_push(0, 1.0, 2.0), plain_updater())
 
 
 def one_worker() -> Session:
@@ -675,3 +682,28 @@ def test_the_state_of_a_scheduler_can_be_saved_after_prepare() -> None:
     saved = io.BytesIO()
     torch.save(scheduler.state_dict(), saved)
     assert scheduler.get_last_lr() == [0.05] and isinstance(scheduler, torch.optim.lr_scheduler.StepLR)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"clip": 1.0}, "--clip 1.0: the script gives session.prepare.* leave it out, and clip in the loop"),
+        ({"betas": (0.5, 0.6)}, "--betas .*: the script gives session.prepare.* an optimizer"),
+        ({"weight_decay": 0.1}, "--weight-decay 0.1: the script gives"),
+        ({"split": "labels"}, "--split labels: the script gives session.prepare.* no data to divide"),
+        ({"shard_weights": [1.0]}, "--shard-weights: the script gives session.prepare.* no data to divide"),
+        ({"epochs": 3.0}, "--epochs 3, and the script says steps=5: leave out one"),
+    ],
+)
+def test_a_setting_that_would_do_nothing_is_refused(settings: dict[str, Any], why: str) -> None:
+    session, model = paceline.join(RunConfig(strategy="classic", **settings)), nn.Linear(1, 1)
+    with pytest.raises(UserError, match=why):
+        session.prepare(model, torch.optim.Adam(model.parameters()), steps=5)
+
+
+@pytest.mark.parametrize("setting", [{"schedule": "cosine"}, {"warmup": 0.1}, {"scale_lr": "2"}])
+def test_a_schedule_of_the_server_is_refused_if_the_loop_makes_the_steps(setting: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"strategy local:4 steps with the optimizers of your own loop"):
+        paceline.join(RunConfig(strategy="local:4", workers=1, **setting))
+    with pytest.raises(UserError, match="--epoch-mode own: your own loop makes its passes itself"):
+        paceline.join(RunConfig(strategy="async", workers=1, epoch_mode="own"))

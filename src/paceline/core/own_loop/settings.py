@@ -87,11 +87,23 @@ class OwnLoops:
         if push.loop is not None and push.loop.numel():
             self.newest[push.worker] = push.loop.clone()
 
-    def bring_back(self, worker: int, memory: WorkerBuffers) -> None:
-        """Tell a worker that joins again where its loop was at its last push."""
-        if worker in self.newest:
-            kept = self.newest[worker]
+    def bring_back(self, worker: int, memory: WorkerBuffers, is_elastic: bool = False) -> None:
+        """Tell a worker that joins again where its loop was at its last push.
+
+        One that joins an elastic run in the middle hears it of the lowest-numbered worker instead.
+        """
+        found = worker if worker in self.newest else min(self.newest, default=None) if is_elastic else None
+        if found is not None:
+            kept = self.newest[found]
             memory.loop[: kept.numel()].copy_(kept)
+
+    def next_pass(self) -> int:
+        """The first pass over its data that no loop will have begun by its next push.
+
+        In a run whose workers may join and leave, a loop with a loader says its pass, its batch, and the newest pass
+        that it will have begun by then.
+        """
+        return max((int(loop[2]) + 1 for loop in self.newest.values()), default=0)
 
     def follow(self, pushes: list[Push], at_work: AbstractSet[int]) -> None:
         """Use the settings of the loop that pushed, or in a round those of the lowest-numbered live worker.

@@ -61,12 +61,15 @@ class OptimizersServer(Server):
         return outcome._replace(replies=(*replies, *self._end_others()))
 
     def _push_to(self, number: int, push: Push) -> Outcome:
-        push = push._replace(update=push.update[self._spans[number]])
+        other = self.by_optimizer[number]
+        if other.updater.decoder is None:  # else the push holds the encoded gradient of this optimizer alone
+            push = push._replace(update=push.update[self._spans[number]])
         if not number:
             outcome = super().handle(push)
             return outcome._replace(replies=(*outcome.replies, *self._end_others()))
-        other = self.by_optimizer[number]
+        before = other.bytes_pushed
         outcome = other.handle(push._replace(state=push.state[:0]))
+        self.bytes_pushed += other.bytes_pushed - before
         if push.state.numel() and not self.finished:
             self.worker_states[push.worker] = push.state.clone()
         self._end_if_diverged(other)
@@ -122,8 +125,14 @@ class OptimizersServer(Server):
         numbers = [reply.optimizer] if reply.serial else range(len(self.by_optimizer))
         memory.nbytes = 0
         for number in numbers:
-            self.by_optimizer[number].updater.reply_weights(reply.worker, memory.weights[self._spans[number]])
-            memory.nbytes += self.by_optimizer[number].nbytes
+            updater, span = self.by_optimizer[number].updater, self._spans[number]
+            if reply.serial and updater.differences is not None:
+                memory.nbytes += updater.write_difference(reply.worker, memory)
+                continue
+            updater.reply_weights(reply.worker, memory.weights[span])
+            memory.nbytes += updater.nbytes
+            if updater.differences is not None:
+                updater.differences.begin(reply.worker, memory.weights[span])
         if not reply.serial:
-            self.own_loops.bring_back(reply.worker, memory)
+            self.own_loops.bring_back(reply.worker, memory, is_elastic=self.assignments is not None)
         self.bytes_pulled += memory.nbytes

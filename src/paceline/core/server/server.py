@@ -133,7 +133,7 @@ class Server:
             if self.weights.numel():
                 updater.rule.reply_weights(self.weights, self.rule_state, reply.worker, memory.weights)
             if not reply.serial:
-                self.own_loops.bring_back(reply.worker, memory)
+                self.own_loops.bring_back(reply.worker, memory, is_elastic=self.assignments is not None)
             if updater.differences is not None:
                 updater.differences.begin(reply.worker, memory.weights)
         self.bytes_pulled += memory.nbytes
@@ -370,6 +370,7 @@ class Server:
             if push.weight == 0.0:
                 self.skipped += 1
                 self.members[push.worker].accepted += 1
+                self.updater.free([push])
         return [push for push in pushes if push.weight != 0.0]
 
     def _finish(self) -> tuple[Reply, ...]:
@@ -394,5 +395,6 @@ class Server:
                 self.roster.set_local_steps(worker, steps, self.lr_inside)
         assignment, before = assignments.told(worker) if assignments is not None else (None, 0)
         named = (worker, member.incarnation, member.serial, member.version)
-        work = member.accepted - before, finished, member.steps, member.lr
-        return Reply(*named, *work, assignment, member.dropped, member.discarded)
+        work = member.accepted - before * (not member.own_loop), finished, member.steps, member.lr
+        is_released = member.released and finished and not self.finished
+        return Reply(*named, *work, assignment, member.dropped, member.discarded, released=is_released)

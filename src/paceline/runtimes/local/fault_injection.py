@@ -19,20 +19,20 @@ from paceline.settings.strategies import on_ring
 PERIOD = 0.02  # seconds: a slowed process is stopped for a part of every period
 
 
-def faults_for_processes(config: RunConfig, script: bool = False) -> tuple[Fault, ...]:
+def faults_for_processes(config: RunConfig) -> tuple[Fault, ...]:
     """Read the config's table of faults, if any. Raise UserError for faults that need the simulator."""
     if config.faults is None:
         return ()
     faults = read_faults(Path(config.faults), max_workers_of(config))
     ring = on_ring(config)
     for fault in faults:
-        why = _impossible(fault, script, ring)
+        why = _impossible(fault, ring)
         if why is not None:
             raise UserError(f"{config.faults}: {fault.kind} at {fault.at:g} s: {why}")
     return faults
 
 
-def _impossible(fault: Fault, script: bool, ring: bool) -> str | None:
+def _impossible(fault: Fault, ring: bool) -> str | None:
     """Why a fault cannot be injected into processes and what to do instead, or None if it can."""
     kind, returns, simulate = fault.kind, fault.restart_after is not None, "try it in 'paceline simulate'"
     known, sync = kind in ("crash", "pause", "slow", "join", "drain"), "or choose --strategy sync"
@@ -41,8 +41,6 @@ def _impossible(fault: Fault, script: bool, ring: bool) -> str | None:
         (not known, f"processes of one machine cannot have the fault '{kind}'; {simulate}"),
         (kind == "slow" and fault.factor < 1, f"a process cannot be made faster (factor {fault.factor:g}); {simulate}"),
         (fault.noticed_after, f"a killed process is noticed at once; leave noticed_after out, or {simulate}"),
-        (script and kind == "join", "a script cannot join in the middle of a run; leave it out"),
-        (script and returns, "a script cannot come back in the middle of its run; leave restart_after out"),
         (ring and kind in ("join", "drain"), f"no worker can join or leave a ring; leave it out, {sync}"),
         (ring and returns, f"no worker can return to a ring; leave restart_after out, {sync}"),
         (ring and kills_host, f"worker 0 of a ring keeps the run's folder; kill another, {sync}"),

@@ -14,8 +14,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from paceline.config import RunConfig
+from paceline.config import OF_OPTIMIZER, SCRIPT_MAY_DECIDE, RunConfig
 from paceline.errors import UserError
+from paceline.settings.preprocessing import split_of
 
 SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
 ACCELERATE = {
@@ -135,11 +136,25 @@ def sort_out(things: tuple[Any, ...]) -> UserObjects:
 
 
 def require_agreement(settings: Mapping[str, Any], config: RunConfig, typed: frozenset[str]) -> None:
-    """Raise UserError if the command line and the script disagree."""
-    for name, value in settings.items():
-        if name in typed and getattr(config, name) != value:
-            flag = f"--{name.replace('_', '-')} {getattr(config, name)}"
-            raise UserError(f"{flag}, and the script itself says {value}: leave out one of the two")
+    """Raise UserError if the command line and the script disagree, or if a setting of the first would do nothing."""
+    for name in (name for name in SCRIPT_MAY_DECIDE if name in typed):
+        flag = f"--{name.replace('_', '-')} {getattr(config, name)}"
+        if name in settings and getattr(config, name) != settings[name]:
+            raise UserError(f"{flag}, and the script itself says {settings[name]}: leave out one of the two")
+        if name not in settings and "optimizer" in settings and name in OF_OPTIMIZER:
+            what = "the script gives session.prepare(...) an optimizer, which has its own settings"
+            instead = "clip in the loop" if name == "clip" else "set it there"
+            raise UserError(f"{flag}: {what}: leave it out, and {instead}")
+
+
+def require_data(config: RunConfig, typed: frozenset[str], steps: int | None, num_loaders: int) -> None:
+    """Raise UserError if a setting is about data that the script does not hand over, or about its length twice."""
+    asked = f"--split {config.split}" if split_of(config).kind not in ("iid", "full") else None
+    asked = "--shard-weights" if config.shard_weights is not None else asked
+    if asked is not None and not num_loaders:
+        raise UserError(f"{asked}: the script gives session.prepare(...) no data to divide: leave it out")
+    if "epochs" in typed and steps is not None:
+        raise UserError(f"--epochs {config.epochs:g}, and the script says steps={steps}: leave out one of the two")
 
 
 Place: TypeAlias = tuple[tuple[int, int], ...]

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.buffers import BufferSizes
+from paceline.core.own_loop.compression import LoopCompression, as_it_is
+from paceline.interfaces import Layout
 from paceline.runtimes.scripts.watching.recent_inputs import ForwardHook, RecentInputs
 from paceline.runtimes.scripts.watching.weight_watch import WeightWatch
 from paceline.tasks.flat import FlatModule
@@ -28,11 +30,17 @@ class BoundModel:
 
     Parameters that are float32 and on the CPU are views of these buffers; if all are float32 on one GPU, of one copy of
     the buffers there. Others are copied one by one after every reply: the server has float32 weights for them. If the
-    script steps the weights itself (`steps_here`), all are copies, and the server reads their drift.
+    script steps the weights itself (`steps_here`), all are copies, and the server reads their drift. With a push
+    codec, gradients are collected in private memory, and the server reads what `compression` makes of them.
     """
 
     def __init__(
-        self, models: Sequence[nn.Module], parameters: Mapping[str, Tensor], loop_size: int, steps_here: bool = False
+        self,
+        models: Sequence[nn.Module],
+        parameters: Mapping[str, Tensor],
+        loop_size: int,
+        steps_here: bool = False,
+        make_compression: Callable[[Layout], LoopCompression] = as_it_is,
     ) -> None:
         self._steps_here = steps_here
         container = models[0] if len(models) == 1 else nn.ModuleList(models)
@@ -41,11 +49,14 @@ class BoundModel:
         self.on_forward: Callable[[Any], None] | None = None  # called with the inputs of a model that is trained
         hook = ForwardHook(self._forward)
         self._hooks = [model.register_forward_pre_hook(hook, with_kwargs=True) for model in models]
-        self.slot = slot = SharedBuffers.create(BufferSizes(flat.layout.size, flat.state_size, loop=loop_size))
+        self.compression = compression = make_compression(flat.layout)
+        sizes = BufferSizes(flat.layout.size, flat.state_size, *compression.capacities, loop=loop_size)
+        self.slot = slot = SharedBuffers.create(sizes)
+        self._gradient = compression.bind(slot)
         slot.weights.copy_(flat.initial())
         self.parameters, self._buffers = list(parameters.values()), dict(container.named_buffers())
-        self._device_copy = None if steps_here else copy_on_device(self.parameters, slot.weights, slot.update)
-        own_weights, own_update = self._device_copy or (slot.weights, slot.update)
+        self._device_copy = None if steps_here else copy_on_device(self.parameters, slot.weights, self._gradient)
+        own_weights, own_update = self._device_copy or (slot.weights, self._gradient)
         weights, self._gradients = flat.layout.views(own_weights), list(flat.layout.views(own_update).values())
         self._copied: list[tuple[Tensor, Tensor]] = []  # parameters and their weights
         self._copied_buffers: list[tuple[Tensor, Tensor]] = []
@@ -99,7 +110,7 @@ class BoundModel:
                 if scale is not None:
                     torch._foreach_div_(views, scale)
             if self._device_copy is not None:
-                self.slot.update.copy_(self._device_copy[1])
+                self._gradient.copy_(self._device_copy[1])
             self.send_state()
         return [float(gradient is not None) for gradient in gradients]
 
@@ -132,7 +143,7 @@ class BoundModel:
 
     def zero_gradients(self) -> None:
         """Send zeros in place of the gradients of a step that was skipped."""
-        self.slot.update.zero_()
+        self._gradient.zero_()
 
     def renew(self, fully: bool) -> None:
         """After a reply: compute on the weights that the server wrote, and watch them, all of them if `fully`."""

@@ -20,6 +20,7 @@ from paceline.runtimes.local.fork_server import ForkServer
 from paceline.runtimes.local.supervisor import ProcessPlan, run_local
 from paceline.runtimes.scripts.lines_to_add.message import require_paceline
 from paceline.settings.resolve import resolve_own_loop
+from paceline.settings.strategies import Feature, require_feature
 
 
 def settings_of_script(config: RunConfig, command: list[str]) -> tuple[RunConfig, list[str]]:
@@ -41,7 +42,7 @@ def settings_of_script(config: RunConfig, command: list[str]) -> tuple[RunConfig
 def run_script(config: RunConfig, command: list[str], console: Console) -> tuple[RunFolder, dict[str, Any]]:
     """Run `command` on the config's workers on this machine and return the result."""
     config, typed = settings_of_script(config, command)
-    faults = faults_for_processes(config, script=True)
+    faults = faults_for_processes(config)
     with new_folder(config) as folder, mirrored_to_store(folder, config, console.report), ForkServer() as forks:
         ScriptCall.of(command).save(folder)
         spec = {"facts": provenance(config, None), "script": command, "typed": typed}
@@ -69,7 +70,7 @@ def resume_script(folder: RunFolder, config: RunConfig, console: Console) -> dic
 def script_to_resume(folder: RunFolder, config: RunConfig, note: Callable[[str], None]) -> ScriptCall:
     """The script of a run that goes on; a line says so if it has changed."""
     if config.recovery == "skip-batch":
-        raise UserError("--recovery skip-batch: your own loop chooses its batches; use --recovery checkpoint")
+        require_feature(config, Feature.SKIP_BATCH, "--recovery skip-batch")
     call = ScriptCall.load(folder)
     if call.changed:
         note(f"{call.path} has changed since the run began: it goes on with the script as it is now")

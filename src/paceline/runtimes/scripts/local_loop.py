@@ -10,6 +10,7 @@ from paceline.config import RunConfig
 from paceline.core.messages import Reply
 from paceline.errors import UserError
 from paceline.runtimes.scripts.adopt import UserObjects
+from paceline.runtimes.scripts.loading.divisions import Divisions
 from paceline.runtimes.scripts.loading.loader import WorkerLoader
 from paceline.runtimes.scripts.optimizer import AdoptedOptimizer, PushStep
 from paceline.runtimes.scripts.served_loop import ServedLoop, WorkerEnv
@@ -22,7 +23,14 @@ class LocalLoop(ServedLoop):
 
     steps_here = True
 
-    def __init__(self, env: WorkerEnv, config: RunConfig, handed: UserObjects, loaders: Sequence[WorkerLoader]) -> None:
+    def __init__(
+        self,
+        env: WorkerEnv,
+        config: RunConfig,
+        handed: UserObjects,
+        loaders: Sequence[WorkerLoader],
+        divisions: Divisions,
+    ) -> None:
         if not handed.optimizers:
             what = f"strategy {config.strategy} makes local steps with your optimizer"
             raise UserError(f"{what}: give it to session.prepare(model, optimizer, ...)")
@@ -30,7 +38,7 @@ class LocalLoop(ServedLoop):
         self._steps = self._samples = 0  # since the last push
         self._missing = 0  # steps that the last push was short of those that the server counts
         self._losses: list[float] = []
-        super().__init__(env, config, handed, loaders)
+        super().__init__(env, config, handed, loaders, divisions)
 
     def _adopt(self, optimizers: Sequence[Optimizer]) -> list[AdoptedOptimizer]:
         return []

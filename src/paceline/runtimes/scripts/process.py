@@ -15,7 +15,7 @@ import torch
 
 from paceline.assembly.cpu_sharing import yield_to_server
 from paceline.assembly.task import initial_seed, seed_generators
-from paceline.config import from_dict
+from paceline.config import from_dict, max_workers_of
 from paceline.errors import PacelineError, RunFailed
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.scripts import session
@@ -29,7 +29,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     """Run the script to its end, as `python SCRIPT ARGUMENTS` would."""
     yield_to_server()
     config = from_dict(spec["config"])
-    transport = SharedMemoryClient(socket.socket(fileno=fds[0]))
+    transport = SharedMemoryClient(socket.socket(fileno=fds[0]), max_workers=max_workers_of(config))
     folder = Path(spec["folder"]).resolve() if not spec.get("replay") else None
     keep = functools.partial(keep_in, RunFolder(folder)) if folder is not None else None
     typed = frozenset(spec.get("typed", ()))

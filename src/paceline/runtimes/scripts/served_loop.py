@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.assembly.own_loop import loop_compression
 from paceline.config import RunConfig
 from paceline.core.buffers import view
 from paceline.core.messages import Join, Push, Reply, loss_of_push
@@ -23,11 +25,13 @@ from paceline.errors import SERVER_GONE, RunFailed, UserError
 from paceline.interfaces import State
 from paceline.runs.durable_files import write_atomically
 from paceline.runs.folder import RunFolder
-from paceline.runtimes.scripts.adopt import FollowedScheduler, Place, UserObjects
+from paceline.runtimes.scripts.adopt import UserObjects
 from paceline.runtimes.scripts.bound_model import BoundModel
+from paceline.runtimes.scripts.loading.divisions import Divisions
 from paceline.runtimes.scripts.loading.facts import MAX_SAMPLES
 from paceline.runtimes.scripts.loading.kept_states import KeptStates
 from paceline.runtimes.scripts.loading.loader import WorkerLoader
+from paceline.runtimes.scripts.loading.places import LoopPlaces
 from paceline.runtimes.scripts.optimizer import AdoptedOptimizer, PushStep, join_states, settings_of
 from paceline.runtimes.scripts.standalone import InProcessClient
 from paceline.runtimes.worker_loop import StepTimer
@@ -67,20 +71,25 @@ class ServedLoop:
 
     steps_here = False  # whether the optimizer steps in this process, and not in the server
 
-    def __init__(self, env: WorkerEnv, config: RunConfig, handed: UserObjects, loaders: Sequence[WorkerLoader]) -> None:
+    def __init__(
+        self,
+        env: WorkerEnv,
+        config: RunConfig,
+        handed: UserObjects,
+        loaders: Sequence[WorkerLoader],
+        divisions: Divisions,
+    ) -> None:
         self._env, self._config, self._loaders = env, config, loaders
         self._transport, self._timer = env.transport, StepTimer(config, env.worker)
         self.optimizers = self._adopt(handed.optimizers)
-        self.schedulers = [
-            FollowedScheduler(scheduler, self.skips_passes, self._place) for scheduler in handed.schedulers
-        ]
+        self.places = LoopPlaces(loaders, handed.schedulers, divisions)
         self._states = KeptStates(RunFolder(env.folder).streams if env.folder else None, env.worker, loaders)
         self.pushes = 0  # of this incarnation
         self._said_unclear = False
-        self._num_places = 2 * len(loaders) + len(self.schedulers)
-        self._layouts = [self._loop_layout(one) for one in self.optimizers] or [LoopLayout(self._num_places, (), ())]
+        self._layouts = [self._loop_layout(one) for one in self.optimizers] or [LoopLayout(self.places.num, (), ())]
         loop_size = max(layout.size for layout in self._layouts)
-        self.bound = BoundModel(handed.models, handed.parameters(), loop_size, self.steps_here)
+        compression = partial(loop_compression, config, env.worker, self._layouts)
+        self.bound = BoundModel(handed.models, handed.parameters(), loop_size, self.steps_here, compression)
         if loaders:
             self.bound.on_forward = self._on_forward
         self._replies: list[Reply] = []  # the newest of each optimizer
@@ -101,7 +110,7 @@ class ServedLoop:
         sizes = adopted.group_sizes
         ends = list(itertools.accumulate(sizes))
         groups = tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
-        return LoopLayout(self._num_places if not adopted.number else 0, tuple(adopted.numbers), groups)
+        return LoopLayout(self.places.num if not adopted.number else 0, tuple(adopted.numbers), groups)
 
     def join(self, facts: dict[str, Any], push_step: PushStep) -> Reply:
         """Join the run and load its weights. Go on where this worker's last incarnation was.
@@ -127,6 +136,7 @@ class ServedLoop:
                 for one, layout in zip(self.optimizers, self._layouts, strict=False)
             ],
             "numbers": bound.slot.loop.numel(),
+            "loaders": len(self._loaders),
             "notes": self._notes(),
             "max_samples": MAX_SAMPLES,
             **facts,
@@ -136,9 +146,12 @@ class ServedLoop:
         if reply is None:
             raise RunFailed(SERVER_GONE)
         self._replies = [reply] * len(self._layouts)
+        self._hear_of_drain()
         self._follow_steps(push_step)
-        if self.step_number and self._num_places:
-            self._go_on(list(map(int, bound.slot.loop[: self._num_places].tolist())))
+        said, layout = bound.slot.loop.tolist(), self._layouts[0]
+        goes_on = self.places.begin_at(reply, self.step_number, [int(number) for number in said[: layout.num_places]])
+        if goes_on and self.optimizers and not self.places.can_go_on:
+            self.optimizers[0].set_rates(said[layout.num_places :][: len(layout.numbers)])
         self._states.go_on()
         self._timer.restart()
         self._began = time.perf_counter(), time.process_time()
@@ -154,18 +167,15 @@ class ServedLoop:
             notes.append(f"{what}; the server keeps and saves float32 weights")
         return notes
 
-    def _go_on(self, places: list[int]) -> None:
-        """Put loaders and schedulers where they were at the predecessor's last push."""
-        for number, loader in enumerate(self._loaders):
-            loader.resume_at(*places[2 * number : 2 * number + 2])
-        for scheduler, count in zip(self.schedulers, places[2 * len(self._loaders) :], strict=True):
-            scheduler.go_on(count)
-        if self.optimizers and not all(scheduler.can_go_on for scheduler in self.schedulers):
-            end = self._num_places + len(self._layouts[0].numbers)
-            self.optimizers[0].set_rates(self.bound.slot.loop[self._num_places : end].tolist())
+    @property
+    def is_drained(self) -> bool:
+        """Whether training is over for this worker alone."""
+        return self._replies[0].released
 
-    def _place(self) -> Place:
-        return tuple(loader.position for loader in self._loaders)
+    def _hear_of_drain(self) -> None:
+        if self.is_drained:
+            what = f"worker {self._env.worker} was drained: its loop ends, and its script at session.finish()"
+            print(what, file=sys.stderr)
 
     def _on_forward(self, inputs: Any) -> None:
         is_waiting = any(loader.handed_out.waiting for loader in self._loaders)
@@ -183,10 +193,6 @@ class ServedLoop:
             what = "the loop took several batches before it called the model, with inputs that are none of them"
             print(f"{what}: if it holds a copy of one for its next step, a restart skips that batch", file=sys.stderr)
         return samples[0] if samples else 0
-
-    def skips_passes(self) -> bool:
-        """Whether the loop runs through passes that an earlier incarnation has finished."""
-        return any(loader.skips_passes for loader in self._loaders)
 
     @property
     def ignores_loaders(self) -> bool:
@@ -234,13 +240,19 @@ class ServedLoop:
         bound, before, env = self.bound, self._replies[number], self._env
         says = self._says(number, flags)
         slot, named = bound.slot, (env.worker, env.incarnation, before.serial, before.serial)
-        push = Push(*named, samples, loss_of_push(loss), slot.update, slot.state, weight, says, number)
+        update = bound.compression.send(number, before.serial, skipped=weight == 0.0)
+        push = Push(*named, samples, loss_of_push(loss), update, slot.state, weight, says, number)
         bound.push_inputs()
         timing = self._timer.end(*self._began, before.serial, before.steps)
         reply = self._transport.exchange(push, timing)
         if reply is None:
             raise RunFailed(SERVER_GONE)
+        is_discarded = reply.discarded != before.discarded
+        bound.compression.receive(number, before.serial, reply.discarded if is_discarded else None)
         self._replies[number] = reply
+        self._hear_of_drain()
+        if not number and not reply.finished:
+            self.places.hear(reply.assignment)
         self.pushes += 1
         self._states.after_push()
         self._began = time.perf_counter(), time.process_time()
@@ -253,10 +265,9 @@ class ServedLoop:
 
         A push has the buffer's begin to itself: there is one at a time.
         """
-        places = [] if number else [n for loader in self._loaders for n in loader.handed_out.trained]
-        counts = [] if number else [scheduler.count_after(self._place()) for scheduler in self.schedulers]
+        places = [] if number else self.places.said()
         settings = self.optimizers[number].settings() if self.optimizers else []
-        values = [*places, *counts, *settings, *(flags if self.optimizers else ())]
+        values = [*places, *settings, *(flags if self.optimizers else ())]
         slot = self.bound.slot.loop
         slot.numpy()[: len(values)] = values
         return slot[: len(values)]

@@ -15,6 +15,7 @@ from paceline.assembly.own_loop import announce_loop, loop_config, loop_server
 from paceline.config import RunConfig, from_dict
 from paceline.core.buffers import BufferSizes
 from paceline.core.messages import Join
+from paceline.core.own_loop.compression import largest_capacities
 from paceline.core.server import Server
 from paceline.core.worker import LocalWorker
 from paceline.errors import ProtocolError, RunFailed, UserError
@@ -43,16 +44,18 @@ LOOP_FACTS: Schema = {
     "settings": OBJECT,
     "sources": nullable(OBJECT),
     "optimizers": listed(OBJECT, 0, MAX_OPTIMIZERS),
+    "loaders": integer(0, 1 << 10),
     "numbers": integer(0),
     "notes": listed(ANYTHING, 0, 100),
 }
 """What an own loop must say of its model and data in its hello."""
 
 
-def loop_sizes(model: ScriptModel, expected: dict[str, Any]) -> BufferSizes:
+def loop_sizes(host: Host, model: ScriptModel, expected: dict[str, Any]) -> BufferSizes:
     """The sizes of the buffers of every own loop."""
     state = model.state_layout.size if model.state_layout.parameters else 0
-    return BufferSizes(model.layout.size, state, loop=expected["numbers"])
+    capacities = largest_capacities(one.codecs for one in host.server.by_optimizer)
+    return BufferSizes(model.layout.size, state, *capacities, loop=expected["numbers"])
 
 
 def main(spec: dict[str, Any], fds: list[int]) -> int:
@@ -60,14 +63,17 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     config = from_dict(spec["config"])
 
     def serve(control: SupervisorChannel) -> None:
-        found = _gather(control, config)
+        awaited: set[int] = set()
+        found = _gather(control, config, awaited)
         first, folder, peers = found[0][1], RunFolder(Path(spec["folder"])), Peers[SharedMemoryPeer]()
         host, model = host_of_loops(config, first, folder, control.send, peers, spec["facts"], bool(spec.get("resume")))
         expected = expected_facts(first)
-        service = Service(host, peers, control, expected, loop_sizes(model, expected))
+        service = Service(host, peers, control, expected, loop_sizes(host, model, expected))
         service.serve_loops(LoopRequests(host, model, peers.by_worker, lambda: service.awaits_worker))
         for peer, _ in found:
             service.admit(peer)
+        for worker in awaited:
+            service.expect(worker)
         for peer, hello in found:
             service.join(peer, hello)
         for worker in set(range(config.workers or 1)) - {peer.worker for peer, _ in found}:
@@ -126,9 +132,10 @@ def expected_facts(first: Hello) -> dict[str, Any]:
     return {name: first.facts[name] for name in ("layout", "state_layout", "num_samples", "order", "numbers")}
 
 
-def _gather(control: SupervisorChannel, config: RunConfig) -> list[tuple[SharedMemoryPeer, Hello]]:
+def _gather(control: SupervisorChannel, config: RunConfig, awaited: set[int]) -> list[tuple[SharedMemoryPeer, Hello]]:
     """Wait for the hello of every script. Return them in worker order, without scripts that ended before.
 
+    `awaited` gets the numbers of workers that are to join later.
     With `--restart-workers` a script that ended is waited for, until the supervisor says that it is gone.
     """
     selector = selectors.DefaultSelector()
@@ -144,8 +151,8 @@ def _gather(control: SupervisorChannel, config: RunConfig) -> list[tuple[SharedM
                 worker = order["worker"]
                 if worker in found:  # its process has ended since
                     found.pop(worker)[0].close()
-                if order["kind"] == "gone":
-                    pending.discard(worker)
+                if order["kind"] in ("gone", "expected"):
+                    (pending.discard if order["kind"] == "gone" else awaited.add)(worker)
                     continue
                 pending.add(worker)
                 peer = SharedMemoryPeer(socket.socket(fileno=fds[0]), worker, order["incarnation"])

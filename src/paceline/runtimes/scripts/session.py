@@ -21,6 +21,7 @@ from paceline.errors import UserError
 from paceline.models.dropout import AddressedDropout
 from paceline.randomness import mix64
 from paceline.runtimes.scripts import adopt
+from paceline.runtimes.scripts.loading.divisions import Divisions, part_of, require_one_loader
 from paceline.runtimes.scripts.loading.loader import WorkerLoader, share
 from paceline.runtimes.scripts.local_loop import LocalLoop
 from paceline.runtimes.scripts.optimizer import settings_of
@@ -52,7 +53,8 @@ class Session:
     """
 
     def __init__(self, env: WorkerEnv, is_plain: bool = False) -> None:
-        self.config, self.worker, self.num_workers = env.config, env.worker, env.config.workers or 1
+        self.config, self.worker = env.config, env.worker
+        self._divisions = Divisions(env.config, env.worker)
         self.finished = False
         self._env, self._is_plain = env, is_plain
         self._handed: adopt.UserObjects | None = None
@@ -79,6 +81,11 @@ class Session:
             self._env.transport.close()
 
     @property
+    def num_workers(self) -> int:
+        """The number of workers; with `--max-workers`, of those that share the data by what this worker has heard."""
+        return self._divisions.newest.parts
+
+    @property
     def is_main(self) -> bool:
         """Whether this is worker 0: the one that prints, evaluates and saves if one is enough."""
         return self.worker == 0
@@ -97,7 +104,7 @@ class Session:
     @property
     def skips_passes(self) -> bool:
         """Whether the loop runs through passes without a batch, which this worker finished before its restart."""
-        return self._loop is not None and self._loop.skips_passes()
+        return self._loop is not None and self._loop.places.skips_passes()
 
     @property
     def _made(self) -> int:
@@ -160,7 +167,8 @@ class Session:
         if isinstance(data, WorkerLoader):  # of `share`
             return data
         number, self._num_loaders = self._num_loaders, self._num_loaders + 1
-        return share(data, self, self.config, self.worker, number=number, batch_size=batch_size, in_passes=in_passes)
+        own = self.config, self._divisions
+        return share(data, self, *own, number=number, batch_size=batch_size, in_passes=in_passes)
 
     def _prepare_served(
         self, handed: adopt.UserObjects, batch_size: int | None, epochs: float | None, steps: int | None
@@ -169,8 +177,10 @@ class Session:
         settings |= {"epochs": float(epochs)} if epochs is not None else {}
         adopt.require_agreement(settings, self.config, env.typed)
         self.config = dataclasses.replace(self.config, **settings)
-        in_passes = True if epochs is not None else None
-        loaders = [self._share(one, batch_size, in_passes) for one in handed.data]
+        adopt.require_data(self.config, env.typed, steps, len(handed.data))
+        is_local = strategy_of(self.config).is_local
+        require_one_loader(self.config, len(handed.data), 1 if is_local else len(handed.optimizers))
+        loaders = [self._share(one, batch_size, True if epochs is not None else None) for one in handed.data]
         known = loaders[0].facts if loaders else None
         is_bare = bool(loaders) and not isinstance(handed.data[0], DataLoader)
         self.config = dataclasses.replace(self.config, batch_size=known.batch_size if known is not None else 1)
@@ -183,8 +193,7 @@ class Session:
             "steps": steps,
             "epochs": self.config.epochs if epochs or "epochs" in env.typed or (is_bare and not steps) else None,
         }
-        kind = LocalLoop if strategy_of(self.config).is_local else ServedLoop
-        loop = self._loop = kind(env, self.config, handed, loaders)
+        loop = self._loop = (LocalLoop if is_local else ServedLoop)(env, self.config, handed, loaders, self._divisions)
         self._samples, self._last_samples = ([value] * max(1, len(handed.optimizers)) for value in (0, 1))
         self.finished = loop.join(facts, self._step_of_optimizer).finished
         self._seed_step()
@@ -196,16 +205,7 @@ class Session:
 
         For loops that walk over their data in order. Call it before anything is derived from the data's length.
         """
-        try:
-            length = len(data)
-            part = slice(self.worker * length // self.num_workers, (self.worker + 1) * length // self.num_workers)
-            found = data[part]
-        except (TypeError, KeyError, IndexError) as error:
-            what = f"session.split({type(data).__name__}): it cannot be cut into parts ({error})"
-            raise UserError(f"{what}: give a tensor, an array or a list") from None
-        if not part.stop - part.start:
-            raise UserError(f"session.split(...): {length} items for {self.num_workers} workers: use fewer workers")
-        return found
+        return part_of(data, self.config, self._divisions)
 
     def rng(self) -> torch.Generator:
         """Return a generator that is seeded before every step by the run's seed, this worker and the step."""
@@ -241,7 +241,7 @@ class Session:
         """The script has failed because `next(...)` found no batch: end it if training is over, else say why."""
         if self.finished:
             self._end_script()
-        if self._loop is not None and self._loop.skips_passes():
+        if self._loop is not None and self._loop.places.skips_passes():
             what = f"worker {self.worker} goes on in a later pass, and next(...) found no batch in a finished one"
             print(f"{what}: draw batches in a loop 'for batch in loader', which runs through these", file=sys.stderr)
             raise SystemExit(1)
@@ -358,7 +358,10 @@ class Session:
         if self._evaluates:
             raise UserError("session.finish() inside session.eval_weights(): call it after that block")
         if loop is not None:
-            if not self._made and not self.finished:
+            if loop.is_drained:
+                self._env.transport.close()
+                raise TrainingOver(0)
+            if not self._made and not self.finished and not loop.places.came_late:
                 what = "the loop ended and no step has reached the server"
                 instead = "give session.prepare(...) the optimizer whose step() the loop calls"
                 raise UserError(f"{what}: weights changed by hand are not seen; {instead}, or call session.step(loss)")

@@ -63,11 +63,15 @@ class EventRecorder:
         self.away: set[int] = set()  # lost workers that have not joined again
         self.generation = server.assignments.now.generation if server.assignments is not None else 0
         """Of the data assignment that the last event was about."""
+        self._divided_over = server.assignments.now.members if server.assignments is not None else ()
         self._disagreement_told = False
+        self._is_loop_done = False  # whether the last change of membership is a loop that came to its end
         self._found = Counter[tuple[str, int]]()  # how often, by kind and worker, the guard found something
 
     def take(self, message: Input, now: float, stop_reason: str | None) -> None:
         """Write the event of an input that the server has accepted."""
+        if isinstance(message, Join | Leave | Drain):
+            self._is_loop_done = isinstance(message, Leave) and message.done
         if isinstance(message, Join):
             row = {"worker": message.worker, "incarnation": message.incarnation, "threads": message.threads}
             self._events.write("worker_joined", now, **row)
@@ -117,8 +121,20 @@ class EventRecorder:
 
     def assignment(self, assignment: DataAssignment, now: float) -> None:
         """Write that the data was divided again; the log needs no record, since its inputs determine the division."""
-        self.generation, members = assignment
-        self._events.write("deal", now, generation=self.generation, members=members, updates=self._server.version)
+        self.generation, members, first_pass = assignment
+        since = {"first_pass": first_pass} if first_pass else {}
+        row = {"generation": self.generation, "members": members, **since}
+        self._events.write("deal", now, **row, updates=self._server.version)
+        if first_pass and not self._is_loop_done:
+            who = f"worker{'s' * (len(members) > 1)} {', '.join(map(str, members))}"
+            what = f"from pass {first_pass + 1} on, the data is divided over {who}"
+            left_out = "; until then, the part of a worker that left is left out"
+            self._report({"kind": "note", "text": what + left_out * bool(self._has_left(members))})
+
+    def _has_left(self, members: tuple[int, ...]) -> bool:
+        """Whether a worker is among those of the division before, and not among these."""
+        before, self._divided_over = self._divided_over, members
+        return bool(set(before) - set(members))
 
     def disagreement(self, found: SettingsDisagreement, now: float) -> None:
         """Tell the user once that the scripts' optimizers have different settings in a round."""

@@ -291,11 +291,15 @@ class Service:
         elif order["kind"] == "stop":
             self._host.stop(order["reason"])
         elif order["kind"] == "expected":
-            self._returning.add(order["worker"])
+            self.expect(order["worker"])
         elif order["kind"] == "gone":
             self._on_gone(order["worker"], order["incarnation"])
         elif order["kind"] == "fault":
             self._on_fault(order["fault"], order["returns"])
+
+    def expect(self, worker: int) -> None:
+        """Wait for a worker that is to join, even if no other is left."""
+        self._returning.add(worker)
 
     def _on_gone(self, worker: int, incarnation: int) -> None:
         """Stop waiting for a worker whose process has ended and is not started again (`--restart-workers`)."""

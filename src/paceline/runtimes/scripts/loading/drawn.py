@@ -17,9 +17,10 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from paceline.config import RunConfig
+from paceline.config import RunConfig, max_workers_of
 from paceline.errors import UserError
 from paceline.randomness import mix64
+from paceline.runtimes.scripts.loading.divisions import Divisions
 from paceline.runtimes.scripts.loading.facts import MAX_SAMPLES, DataFacts, length_of, own_share
 from paceline.runtimes.scripts.loading.generators import DrawingState, generators_in
 from paceline.settings.preprocessing import split_of
@@ -136,17 +137,18 @@ class DrawnOrder:
     worker draws and takes a pass of its own. A sampler with a state of its own must have the same in every worker.
     """
 
-    def __init__(self, batches: SamplerBatches, config: RunConfig, worker: int) -> None:
-        self._batches = batches
+    def __init__(self, batches: SamplerBatches, config: RunConfig, divisions: Divisions) -> None:
+        self._batches, self._divisions = batches, divisions
         require_even_split(f"the loader's {self._batches.name}", config)
         self._full = split_of(config).kind == "full"
-        self._seed, self._worker = config.seed, worker
-        self._first, self._stride = (0, 1) if self._full else (worker, config.workers or 1)
+        self._seed, self._worker, self._most = config.seed, divisions.worker, max_workers_of(config)
+        self._divide(0)
         self._begun: PassDraws | None = PassDraws(self._batches, self._key(0))  # until the first pass begins
         self.facts = self._facts(self._begun.look(), self._begun.ended)
 
     def batches(self, number: int, start: int) -> Iterator[list[Any]]:
         """Begin pass `number`; return the sample numbers of its batches from batch `start` on, drawn when needed."""
+        self._divide(number)
         return self._own(self._begin(number), self._first + start * self._stride)
 
     def skip(self, number: int) -> None:
@@ -173,17 +175,23 @@ class DrawnOrder:
         self._begun = None
         return draws
 
+    def _divide(self, number: int) -> None:
+        _, index, count = self._divisions.of_pass(number)
+        self._first, self._stride = (0, 1) if self._full else (index, count)
+
     def _own(self, draws: PassDraws, first: int) -> Iterator[list[Any]]:
+        stride = self._stride
         while chunk := draws.draw():
-            yield from chunk[first :: self._stride]
-            first = first - len(chunk) if first >= len(chunk) else (first - len(chunk)) % self._stride
+            yield from chunk[first::stride]
+            first = first - len(chunk) if first >= len(chunk) else (first - len(chunk)) % stride
 
     def _facts(self, chunk: list[list[Any]], ended: bool) -> DataFacts:
         batches, samples = self._batches, sum(map(len, chunk))
         total = len(chunk) if ended else batches.num_batches
-        if (total is not None and total < self._stride) or not chunk:
+        needed = 1 if self._full else self._most
+        if (total is not None and total < needed) or not chunk:
             what = f"session.prepare(..., loader): its {batches.name} makes {total or 0} batches"
-            raise UserError(f"{what} for {self._stride} workers: use smaller batches, fewer workers or more data")
+            raise UserError(f"{what} for {needed} workers: use smaller batches, fewer workers or more data")
         mean = samples / len(chunk)
         whole = samples if ended else batches.num_samples
         if whole is None and total is not None:

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDa
 
 from paceline.config import RunConfig
 from paceline.errors import UserError
+from paceline.runtimes.scripts.loading.divisions import Divisions
 from paceline.runtimes.scripts.loading.drawn import DrawnOrder, SamplerBatches
 from paceline.runtimes.scripts.loading.facts import BatchKeys, DataFacts, LoopSession, PassReader
 from paceline.runtimes.scripts.loading.handed_out import HandedOut
@@ -82,6 +83,7 @@ class WorkerLoader(DataLoader[Any]):
         self.facts = reader.facts
         self._passes, self._start, self._position = 0, (0, 0), (0, 0)
         self._finished_pass: FinishedPass | None = None  # the newest iteration, if it was one
+        self._pushed_at = (0, 0)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_users" not in self.__dict__:
@@ -92,6 +94,24 @@ class WorkerLoader(DataLoader[Any]):
     def position(self) -> tuple[int, int]:
         """The pass of the newest iteration, and how many of its batches were handed out."""
         return self._position
+
+    @property
+    def passes(self) -> int:
+        """How many passes have begun, those of an earlier process included."""
+        return max(self._passes, self._start[0] + (self._start[1] > 0))
+
+    def pass_at_next_push(self) -> int:
+        """The newest pass that the loop will have begun by its next push, if that takes as many batches as the last.
+
+        Called once for each push.
+        """
+        (number, batch), before = self.handed_out.trained, self._pushed_at
+        self._pushed_at = self.handed_out.trained
+        taken = max(1, batch - before[1] if number == before[0] else batch)
+        try:
+            return number + -(-(batch + taken) // len(self)) - 1
+        except TypeError:  # its length is unknown
+            return number + 1
 
     @property
     def is_used(self) -> bool:
@@ -174,7 +194,7 @@ def share(
     data: Any,
     session: LoopSession,
     config: RunConfig,
-    worker: int,
+    place: int | Divisions,
     *,
     number: int = 0,
     batch_size: int | None = None,
@@ -182,22 +202,24 @@ def share(
 ) -> WorkerLoader:
     """Return one worker's share of a user's data: a loader, a data set, tensors, a dict of tensors, or a stream.
 
+    `place` is the worker's number, or its divisions of the data, if these may change.
     `number` tells the loaders of a script apart. With `in_passes`, which loaders and streams have by default, each
     iteration is one pass.
     """
-    keys = BatchKeys(session, config, worker, number)
+    divisions = Divisions(config, place) if isinstance(place, int) else place
+    keys = BatchKeys(session, config, divisions.worker, number)
     if in_passes is None:
         in_passes = isinstance(data, DataLoader) or is_stream(data)
     loader = _require_usable(data, batch_size) if isinstance(data, DataLoader) else _loader_of(data, batch_size)
     if is_stream(loader.dataset):
         batched = isinstance(data, DataLoader) or batch_size is not None
-        stream = StreamReader(loader if batched else data, keys, config, worker)
+        stream = StreamReader(loader if batched else data, keys, config, divisions)
         return WorkerLoader(loader, stream, session, keys, in_passes)
     batches = SamplerBatches(loader)
     order: Order = (
-        ShuffledOrder(loader.dataset, batches.batch_size, batches.drop_last, config, worker)
+        ShuffledOrder(loader.dataset, batches.batch_size, batches.drop_last, config, divisions)
         if batches.is_shuffle
-        else DrawnOrder(batches, config, worker)
+        else DrawnOrder(batches, config, divisions)
     )
     return WorkerLoader(loader, IndexedReader(loader, order, keys), session, keys, in_passes)
 

@@ -16,6 +16,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from paceline.assembly.task import class_labels
 from paceline.assembly.work import divide_work
 from paceline.config import RunConfig
+from paceline.runtimes.scripts.loading.divisions import Divisions
 from paceline.runtimes.scripts.loading.facts import MAX_SAMPLES, DataFacts
 from paceline.settings.preprocessing import split_of
 from paceline.tasks.nested import Structure, num_samples, rows_of
@@ -37,13 +38,16 @@ class Columns(Dataset[Any]):
 class ShuffledOrder:
     """One worker's batches of a loader with `shuffle=True`, or of data without a loader."""
 
-    def __init__(self, dataset: Any, batch_size: int | None, drop_last: bool, config: RunConfig, worker: int) -> None:
+    def __init__(
+        self, dataset: Any, batch_size: int | None, drop_last: bool, config: RunConfig, divisions: Divisions
+    ) -> None:
         size = batch_size or 1  # None: the data set makes a batch of each number
         config = replace(config, batch_size=size)
         labels = class_labels(targets_of(dataset), len(dataset), config)
-        work = divide_work(labels, config, size if drop_last else 1)
+        self._work = work = divide_work(labels, config, size if drop_last else 1)
+        self._config, self._divisions = config, divisions
         shards = [work.batches(number, config) for number in range(config.workers or 1)]
-        self._batches = shards[worker]
+        self._division, self._batches = divisions.newest, work.batches(divisions.worker, config)
         full = split_of(config).kind == "full"
         samples = self._batches.num_samples if full else sum(shard.num_samples for shard in shards)
         self.facts = DataFacts(
@@ -56,6 +60,9 @@ class ShuffledOrder:
 
     def batches(self, number: int, start: int) -> Iterator[NDArray[np.int64]]:
         """Return the sample numbers of the batches of pass `number`, from batch `start` on."""
+        if (division := self._divisions.of_pass(number)) != self._division:
+            self._division = division
+            self._batches = self._work.part(self._divisions.worker, self._config, *division)
         own, per_epoch = copy.copy(self._batches), self._batches.per_epoch  # it keeps the order of one pass
         return (own.indices(number * per_epoch + place) for place in range(start, per_epoch))
 

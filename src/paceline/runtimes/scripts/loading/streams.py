@@ -17,6 +17,7 @@ from paceline.assembly.task import seed_generators
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.randomness import mix64
+from paceline.runtimes.scripts.loading.divisions import Divisions
 from paceline.runtimes.scripts.loading.drawn import require_even_split
 from paceline.runtimes.scripts.loading.facts import MAX_SAMPLES, BatchKeys, DataFacts, length_of, own_share, samples_in
 from paceline.runtimes.scripts.loading.generators import DrawingState, generators_in
@@ -65,17 +66,24 @@ class StreamReader:
     agree. With split full, each worker takes all batches, with random numbers of its own.
     """
 
-    def __init__(self, source: Any, keys: BatchKeys, config: RunConfig, worker: int) -> None:
+    def __init__(self, source: Any, keys: BatchKeys, config: RunConfig, divisions: Divisions) -> None:
         self._loader: DataLoader[Any] | None = source if isinstance(source, DataLoader) else None
         dataset: Any = self._loader.dataset if self._loader is not None else source
         require_even_split(f"the stream {type(dataset).__name__}", config)
         self._source, self._keys, workers = source, keys, config.workers or 1
         self._in_process = self._loader is None or self._loader.num_workers == 0
-        full, self._first, self._stride = split_of(config).kind == "full", worker, workers
+        full, self._divisions, worker = split_of(config).kind == "full", divisions, divisions.worker
+        _, self._first, self._stride = divisions.newest
         self._seeds = (config.seed, _PURPOSE, *((worker,) if full else ()))
         divides = _is_hugging_face(dataset) and workers > 1 and not full
-        if full or divides:
+        self._is_whole = full or divides  # whether this worker takes every batch that it reads
+        if self._is_whole:
             self._first, self._stride = 0, 1
+        if divides and divisions.is_elastic:
+            what = (
+                f"--max-workers {config.max_workers}: a stream of Hugging Face datasets is divided once, at the start"
+            )
+            raise UserError(f"{what}; leave it out, or give a data set with a length")
         if divides:
             dataset = _divided(dataset, worker, workers)
             self._source = dataset if self._loader is None else _with_dataset(self._loader, dataset)
@@ -94,6 +102,8 @@ class StreamReader:
     def read(self, number: int, start: int) -> Iterator[Any]:
         """Begin pass `number`, and return its batches from batch `start` on; those before are read and dropped."""
         loaded, self._loaded, self._newest = self._loaded, None, None
+        if not self._is_whole:
+            _, self._first, self._stride = self._divisions.of_pass(number)
         self._pass, self._read, self._ended = number, 0, False
         if loaded is not None and own_share(loaded["read"], self._first, self._stride) > start:
             loaded = None  # the stream was divided otherwise then
@@ -148,7 +158,7 @@ class StreamReader:
         self, batches: Iterator[Any], number: int, start: int, place: int, expected: int | None = None
     ) -> Iterator[Any]:
         """Yield this worker's batches, from place `place` of the stream on."""
-        key = mix64(*self._seeds, number)
+        key, first, stride = mix64(*self._seeds, number), self._first, self._stride
         while True:
             if self._in_process:
                 seed_generators(mix64(key, place))
@@ -167,7 +177,7 @@ class StreamReader:
                 if self._newest is not None and self._newest["read"] == place:
                     self._newest["next"], self._newest = _checksum(batch), None
                 self._read = place + 1
-            own, other = divmod(place - self._first, self._stride)
+            own, other = divmod(place - first, stride)
             if other == 0 and own >= start:
                 self._keys.begin(self._keys.of_batch(number, own), samples_in(batch))
                 yield batch

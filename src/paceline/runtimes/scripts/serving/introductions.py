@@ -96,7 +96,7 @@ class Introductions:
         keep_in(run.folder, initial.frozen, initial.optimizers)
         report, expected = self._control.send, expected_facts(first)
         host, model = host_of_loops(run.config, first, run.folder, report, self.peers, facts, resume)
-        gate = SingleServer(host, loop_sizes(model, expected), self._welcome)
+        gate = SingleServer(host, loop_sizes(host, model, expected), self._welcome)
         loops = LoopRequests(host, model, self.peers.by_worker, lambda: False)
         service = RemoteService(
             host, self.peers, self._control, expected, self._listener, gate, self._wait_seconds, loops

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
 from paceline.assembly.own_loop import optimizer_state
-from paceline.core.buffers import view
 from paceline.core.messages import EstimatedStatistics, Leave, OwnLoopInput, Push, ReadOptimizer, ReadWeights
+from paceline.core.own_loop.compression import gradient_digest
 from paceline.core.server import Server
+from paceline.core.server.updates import Updater
 from paceline.errors import UserError
 from paceline.runs.folder import ALL_GONE, LOOPS_ENDED, ONE_ENDED
 from paceline.runs.result import shared_state
@@ -70,16 +70,16 @@ class FirstPushes:
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
-        self._digests: dict[int, bytes] = {}
+        self._digests: dict[int, bytes | None] = {}
 
-    def check(self, push: Push) -> None:
+    def check(self, push: Push, updater: Updater) -> None:
         """Raise UserError if another worker pushed the same gradient first."""
         known = self._digests
         if len(known) == self._num_workers or push.worker in known or push.weight == 0.0:
             return
-        digest = hashlib.sha256(view(push.update)).digest()
+        digest = gradient_digest(push, updater)
         same = next((worker for worker, other in known.items() if other == digest), None)
-        if same is not None and push.update.any():
+        if same is not None and digest is not None:
             what = f"workers {same} and {push.worker} pushed the same gradient first: they train on the same data"
             walks = "if the loop walks over its data in order, data = session.split(data)"
             draws = "if it draws from a torch.Generator of its own, session.rng() gives one that differs"
@@ -103,7 +103,7 @@ class LoopRequests(LoopService):
     def check_push(self, push: Push) -> None:
         """Stop the run if two workers push the same gradient first: then they see the same data."""
         if self._first_pushes is not None:
-            self._first_pushes.check(push)
+            self._first_pushes.check(push, self._host.server.by_optimizer[push.optimizer].updater)
 
     def take(self, peer: ScriptPeer, message: OwnLoopInput) -> None:
         """Take a message that only a user's own loop sends."""
