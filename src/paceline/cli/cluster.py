@@ -16,10 +16,11 @@ from paceline.cli.arguments import (
     run_to_resume,
 )
 from paceline.cli.output import show
-from paceline.config import SCRIPT_DECIDES, SIMULATED_ONLY, UPKEEP, RunConfig, given
+from paceline.config import SIMULATED_ONLY, UPKEEP, RunConfig, given
 from paceline.errors import RunFailed, UserError
 from paceline.interfaces import MAX_WORKERS
 from paceline.reports.console import Console
+from paceline.settings.resolve import SCRIPT_DECIDES
 
 if TYPE_CHECKING:
     from paceline.transports.auth import ConnectOptions

@@ -20,10 +20,11 @@ from paceline.cli.arguments import (
 )
 from paceline.cli.cluster import add_encryption, chosen_tls
 from paceline.cli.output import EXIT_CODES, show
-from paceline.config import FIELDS, SCRIPT_DECIDES, SIMULATED_ONLY, UPKEEP, RunConfig, is_url
+from paceline.config import FIELDS, SIMULATED_ONLY, UPKEEP, RunConfig, is_url
 from paceline.errors import UserError, unknown_name
 from paceline.reports.console import Console
 from paceline.settings.ranks import LAUNCHER_VARIABLES, Rank, rank_here
+from paceline.settings.resolve import SCRIPT_DECIDES
 from paceline.system.strict_json import to_json
 from paceline.system.terminal import fold_for
 

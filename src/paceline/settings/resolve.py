@@ -34,6 +34,13 @@ from paceline.settings.strategies import (
 )
 from paceline.system.sealed_weights import read_weights
 
+SCRIPT_DECIDES = (
+    *SIMULATED_ONLY,
+    *("workers", "dataset", "model", "task", "data_dir", "batch_size", "device", "precision", "compile", "capture"),
+    *("channels_last", "accumulate", "validation", "fold", "eval_every", "eval_train", "score", "target_accuracy"),
+    *("best", "recovery", "augment", "max_length", "image_size", "weights_partial", "weights_sha256"),
+)
+"""Settings that a user's own loop has no use for, or decides itself; `paceline run` has flags of its own for two."""
 MODELS = {
     "lenet5": "paceline.models.lenet:LeNet5",
     "cnn": "paceline.models.cnn:Cnn",

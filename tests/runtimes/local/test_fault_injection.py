@@ -186,7 +186,7 @@ def test_a_script_joins_only_a_run_with_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "script.py").write_text("")
+    (tmp_path / "script.py").write_text("import paceline\n")
     (tmp_path / "faults.toml").write_text(faults_toml([Fault("join", 1.0, 2)]))
     assert main(["run", "-n", "2", "--faults", "faults.toml", "script.py"]) == 2
     assert "no worker 2, there are 0 to 1, --max-workers makes room" in capsys.readouterr().err

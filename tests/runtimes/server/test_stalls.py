@@ -186,7 +186,7 @@ def test_a_named_worker_is_not_waited_for(watched: Watched) -> None:
     ("settings", "why"),
     [
         ({"strategy": "allreduce"}, "--stall 5: strategy allreduce is a ring, which no worker can leave"),
-        ({"strategy": "classic"}, "--stall 5: the workers of this run are one process"),
+        ({"strategy": "classic"}, "--stall 5: strategy classic is one worker: stop the run, or let it finish"),
         ({"strategy": "sync", "stall": -1.0}, "--stall must be a positive number"),
     ],
 )
