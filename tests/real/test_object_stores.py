@@ -47,7 +47,7 @@ def test_a_killed_run_goes_on_elsewhere_from_the_store(kind: str, tmp_path: Path
     here, there, remote = tmp_path / "here", tmp_path / "there", tmp_path / "remote/it"
     here.mkdir()
     there.mkdir()
-    words = (*TRAIN, "--steps", "1000") if kind == "train" else LOOP
+    words = (*TRAIN, "--steps", "500") if kind == "train" else LOOP
     more = ("--runs", f"file://{tmp_path}/remote", "--durable", "--checkpoint-every", "0.5", "--delay", "5ms")
     script = () if kind == "train" else (str(SCRIPT),)
     with Command(*words, *more, *script, cwd=here) as command:
