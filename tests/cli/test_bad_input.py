@@ -235,8 +235,8 @@ def test_a_script_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> Non
     ("flags", "why"),
     [
         ("--path ring", "--path ring: your own loop exchanges with a server: leave it out"),
-        ("--strategy allreduce --max-workers 3", "--max-workers 3: strategy allreduce cannot go on without one"),
-        ("--strategy allreduce --stall 9", "--stall 9: strategy allreduce cannot go on without one of its workers"),
+        ("--strategy allreduce --max-workers 3", "--max-workers 3: strategy allreduce is a fixed group, which no"),
+        ("--strategy allreduce --stall 9", "--stall 9: strategy allreduce is a fixed group, which no worker can leave"),
         ("--strategy allreduce --path star", "--path star: strategy allreduce is an exchange around a ring"),
         ("--strategy classic -n 1 --codec int8", "--codec int8: strategy classic has no network"),
         ("--max-workers 1", "--max-workers 1 is below the --workers 2 that begin"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from paceline.config import RunConfig
 from paceline.runs.events import EventLog
 from paceline.runs.folder import RunFolder
-from paceline.tracking.backends import MLflow, TensorBoard, Wandb
+from paceline.tracking.backends import CsvFile, MLflow, TensorBoard, Wandb
 from paceline.tracking.feed import feed
 
 RESULT = {"status": "finished", "updates": 24, "samples": 768, "train_seconds": 3.0, "test_accuracy": 55.0, "lr": 0.1}
@@ -89,3 +90,15 @@ def test_tensorboard_reads_the_event_files(folder: RunFolder) -> None:
     (lost,) = found.Tensors("events/worker_lost/text_summary")
     assert lost.tensor_proto.string_val == [b"worker 0, pushes 12, live 1"]
     assert b"| lr | 0.1 |" in found.Tensors("settings/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_what_own_loops_report_is_a_line_of_the_csv_file_each(tmp_path: Path) -> None:
+    tracker = CsvFile()
+    tracker.started({}, tmp_path)
+    figures = {"f1": 0.5, "recall": "nan", "loss": 2.0}
+    tracker.row("reported", {"now": 1.0, "updates": 3, "samples": 60, "worker": 1, "figures": figures})
+    tracker.finished(None)
+    with (tmp_path / "metrics.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    found = [(line["kind"], line["updates"], line["worker"], line["metric"], line["value"]) for line in lines]
+    assert found == [("reported", "3", "1", "f1", "0.5"), ("reported", "3", "1", "loss", "2.0")]

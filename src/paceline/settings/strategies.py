@@ -124,9 +124,10 @@ _OWN_LOOP_STEPS: Refusals = {
     Feature.SCHEDULE: "steps with the optimizers of your own loop: use a torch scheduler there",
 }
 _OWN_LOOP_OF_ALL: Refusals = {
-    Feature.ELASTIC: "cannot go on without one of its workers; use sync, async or bounded, or leave it out",
-    Feature.DRAIN: "cannot go on without one of its workers: stop the run, or let it finish",
-    Feature.RESTART_WORKERS: "cannot go on without one of its workers; use sync, async or bounded, or leave it out",
+    Feature.ELASTIC: "is a fixed group, which no worker can join; use sync, async or bounded, or leave it out",
+    Feature.DRAIN: "is a fixed group, which no worker can leave: stop the run, or let it finish",
+    Feature.RESTART_WORKERS: "is a fixed group, which no worker can join again; use sync, async or bounded, "
+    "or leave it out",
 }
 
 

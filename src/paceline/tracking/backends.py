@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from paceline.tracking.tracker import AXES, TEXT_EVENTS, fields_text, final_scalars, scalars
+from paceline.tracking.tracker import AXES, TEXT_EVENTS, fields_text, final_scalars, reported, scalars
 
 SCORES = tuple(f"{part}_{what}" for part in ("test", "validation", "train") for what in ("accuracy", "loss"))
-FIGURES = ("loss", "rate", "staleness", "live", "lr", *SCORES)
+FIGURES = ("loss", "rate", "staleness", "live", "lr", *SCORES, "worker", "metric", "value")
 
 
 class CsvFile:
-    """Writes progress and evaluations to `metrics.csv` in the run folder; the shortest example of a tracker."""
+    """Writes progress, evaluations and reported metrics to `metrics.csv`; the shortest example of a tracker."""
 
     def started(self, settings: dict[str, Any], folder: Path) -> None:
         self._file = (folder / "metrics.csv").open("w", newline="", buffering=1)
@@ -24,6 +24,8 @@ class CsvFile:
     def row(self, kind: str, fields: dict[str, Any]) -> None:
         if kind in ("progress", "evaluation"):
             self._lines.writerow({"kind": kind, **fields})
+        for name, value in reported(fields).items() if kind == "reported" else ():
+            self._lines.writerow({"kind": kind, **fields, "metric": name, "value": value})
 
     def finished(self, result: dict[str, Any] | None) -> None:
         self._file.close()

@@ -34,11 +34,17 @@ class Tracker(Protocol):
 def scalars(kind: str, fields: dict[str, Any]) -> dict[str, float]:
     """Return the metrics of a row as KIND/FIELD, without its time axes; for workers, the shares of their time.
 
+    What a user's own loop reports is named after the worker, too.
+
     >>> scalars("progress", {"now": 1.0, "updates": 5, "samples": 80, "loss": 0.5, "rate": None})
     {'progress/loss': 0.5}
     >>> scalars("workers", {"computing": [3.0, 1.0], "waiting": [0.0, 4.0], "state": ["live", "held"]})
     {'workers/computing': 0.5, 'workers/waiting': 0.5}
+    >>> scalars("reported", {"worker": 1, "figures": {"f1": 0.9}})
+    {'reported/f1/worker1': 0.9}
     """
+    if kind == "reported":
+        return {f"reported/{name}/worker{fields['worker']}": value for name, value in reported(fields).items()}
     if kind == "workers":
         sums = {name: sum(fields[name]) for name in PARTS if name in fields}
         whole = sum(sums.values())
@@ -46,6 +52,11 @@ def scalars(kind: str, fields: dict[str, Any]) -> dict[str, float]:
     if kind not in METRIC_KINDS:
         return {}
     return {f"{kind}/{name}": float(value) for name, value in fields.items() if name not in AXES and is_number(value)}
+
+
+def reported(fields: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of a row that a user's own loop reported, without those that are no number."""
+    return {name: float(value) for name, value in fields.get("figures", {}).items() if is_number(value)}
 
 
 def final_scalars(result: dict[str, Any]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from paceline.config import RunConfig
 from paceline.core.messages import DataAssignment
@@ -33,7 +33,6 @@ def loaders(kind: str, workers: tuple[int, ...]) -> dict[int, tuple[WorkerLoader
         if kind == "shuffled":
             loader: DataLoader[Any] = DataLoader(data, 5, shuffle=True)
         elif kind == "drawn":
-            loader = DataLoader(data, 5, sampler=RandomSampler(data, num_samples=120, replacement=False))
             loader = DataLoader(data, 5, shuffle=False)
         else:
             loader = DataLoader(Stream(), 5)
