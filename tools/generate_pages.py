@@ -145,12 +145,13 @@ def feature_names() -> dict[Feature, str]:
         Feature.DRIFT_RULE: "a `--rule` for drifts",
         Feature.WORKER_RULE: "a `--rule` that knows the workers",
         Feature.DROPPING_RULE: "a `--rule` that drops pushes",
-        **dict.fromkeys((Feature.SERVER, Feature.TLS, Feature.LAUNCHER), NOT_SHOWN),
+        Feature.SERVER: "`paceline server`, `--hosts`, `--engine ray`",
+        Feature.SEVERAL_SERVERS: "`--servers`",
+        Feature.LAUNCHER: "torchrun, srun",
+        Feature.TLS: "`--tls`",
     }
 
 
-NOT_SHOWN = ""
-"""In place of the name of a feature that depends on where the workers run, which `docs/cluster.md` is about."""
 CELLS = {(True, True): "yes", (True, False): "built-in", (False, True): "own loop", (False, False): "no"}
 """What a cell says, by whether built-in training allows it and whether an own loop does."""
 PLACES = ("built-in", "own loop")
@@ -165,7 +166,7 @@ def feature_table() -> str:
     reasons: dict[tuple[str, str], dict[str, list[str]]] = {}
     for feature, asked in feature_names().items():
         cells = []
-        for name, kind in STRATEGIES.items() if asked != NOT_SHOWN else ():
+        for name, kind in STRATEGIES.items():
             text = f"{name}:{max(1, kind.least)}" if kind.letter else name
             against = {place: reason_against(text, feature, place) for place in PLACES}
             cell = CELLS[against["built-in"] is None, against["own loop"] is None]
@@ -199,7 +200,7 @@ def reason_against(strategy: str, feature: Feature, place: str, path: str | None
     from paceline.config import SCRIPT, RunConfig
     from paceline.settings.strategies import Feature, why_not, why_not_in_own_loop
 
-    needed = {Feature.STEPS_BY_SPEED: Feature.LOCAL_STEPS}
+    needed = {Feature.STEPS_BY_SPEED: Feature.LOCAL_STEPS, Feature.SEVERAL_SERVERS: Feature.SERVER}
     needed |= dict.fromkeys((Feature.WORKER_RULE, Feature.DROPPING_RULE), Feature.GRADIENT_RULE)
     config = RunConfig(strategy=strategy, task=f"{SCRIPT}:loop" if place == "own loop" else None, path=path)
     common = why_not_in_own_loop(feature) if place == "own loop" else None

@@ -178,7 +178,7 @@ def test_hosts_run_the_script_and_refuse_other_code_before_anything_starts(tmp_p
 
 def test_what_a_served_script_cannot_have_is_one_line(tmp_path: Path) -> None:
     cases = {
-        ("--servers", "2", "--script", "loop.py"): "one server holds all weights of users' own loops",
+        ("--servers", "2", "--script", "loop.py"): "--servers 2: your own loop has one server, which holds all weights",
         ("--dataset", "mnist", "--script", "loop.py"): "--dataset mnist: loop.py decides that; leave it out",
         ("--script", "nothing.py"): "script nothing.py does not exist",
         ("--script",): "which script?",

@@ -139,7 +139,10 @@ def test_a_bar_of_forty_columns_stays_on_one_line(term: str, monkeypatch: pytest
     [
         (["reproduce", "optlm"], "unknown table 'optlm': did you mean 'optml'? Known: distml, mxnet, optml"),
         (["data", "lst"], "unknown action 'lst': did you mean 'list'?"),
-        (["resume"], "RUN is missing (a run folder, as in runs/NAME); see 'paceline resume --help'"),
+        (
+            ["resume"],
+            "RUN is missing (a run folder, as in runs/NAME, or the URL of a copy, as in s3://BUCKET/runs/NAME)",
+        ),
         (["worker"], "either of two is needed: --run RUN for a server on this machine, "),
         (["worker", "--conect", "a:1"], "unknown flag '--conect': did you mean --connect"),
         (["train", "--lr"], "argument --lr needs a value: there is none behind it; see 'paceline train --help'"),

@@ -49,6 +49,7 @@ class Feature(Enum):
     ELASTIC = auto()  # `--max-workers`: workers join and leave
     DRAIN = auto()
     SERVER = auto()  # `paceline server`, and workers over ssh or on Ray
+    SEVERAL_SERVERS = auto()  # `paceline server --servers`
     TLS = auto()  # of ranks that a launcher started
     LAUNCHER = auto()  # processes that torchrun or srun started
     FAULTS = auto()
@@ -116,6 +117,7 @@ _RING_OR_STAR: Refusals = {
 _IN_OWN_LOOP: Refusals = {
     Feature.RING_PATH: "exchanges with a server: leave it out",
     Feature.SKIP_BATCH: "chooses its batches itself: use --recovery checkpoint",
+    Feature.SEVERAL_SERVERS: "has one server, which holds all weights: leave it out, or train a task",
     Feature.OWN_EPOCHS: "makes its passes itself: leave it out",
     Feature.CAPTURE: "computes its gradients itself: capture them there",
 }

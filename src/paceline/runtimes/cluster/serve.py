@@ -76,7 +76,7 @@ def _serve_new_script(
 ) -> Outcome:
     config, typed = settings_of_script(config, command)
     require_star(config, may_restart=tell is None)
-    _require_one_server(options)
+    _require_one_server(config, options)
     call = ScriptCall.of(command)
     script = ServedScript.of(call, typed)
     with new_folder(config) as folder, mirrored_to_store(folder, config, console.report):
@@ -96,7 +96,7 @@ def serve_again(
     options = as_before(options, folder, console.note)
     script = None
     if is_script(config):
-        _require_one_server(options)
+        _require_one_server(config, options)
         script = ServedScript.of(script_to_resume(folder, config, console.note), [])
     else:
         require_cuttable(config, options.num_servers)
@@ -105,10 +105,9 @@ def serve_again(
         return folder, _keep_serving(_ServeOrder(config, folder, location, options, console, tell, True, script))
 
 
-def _require_one_server(options: ListenOptions) -> None:
+def _require_one_server(config: RunConfig, options: ListenOptions) -> None:
     if options.num_servers > 1:
-        what = f"--servers {options.num_servers}: one server holds all weights of users' own loops"
-        raise UserError(f"{what}; leave it out, or train a task ('paceline server --task')")
+        require_feature(config, Feature.SEVERAL_SERVERS, f"--servers {options.num_servers}")
 
 
 def serve_or_resume(
@@ -153,8 +152,7 @@ def require_star(config: RunConfig, may_restart: bool) -> None:
 
     `--restart` is refused if this process also starts the workers: a restart would replace it.
     """
-    if not is_script(config):  # own loops exchange with a server under every strategy
-        require_feature(config, Feature.SERVER)
+    require_feature(config, Feature.SERVER)
     if config.device != "cpu":
         raise UserError(f"--device {config.device}: workers that come over the network compute on CPUs; leave it out")
     if config.faults is not None:
