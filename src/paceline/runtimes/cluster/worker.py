@@ -18,7 +18,7 @@ import torch
 
 from paceline.assembly.run import make_join, make_worker, work_of
 from paceline.assembly.task import identity_of, make_task, prepare_device
-from paceline.config import RunConfig, from_dict
+from paceline.config import RunConfig, from_dict, max_workers_of
 from paceline.core.messages import Push, Reply
 from paceline.data.datasets import Dataset
 from paceline.errors import ProtocolError, UnknownWorker, UserError
@@ -266,7 +266,9 @@ class PipelineSlot:
         self._loop = WorkerLoop(instance, config)
         self._transport.count_steps(lambda: instance.num_steps)
         what, device_name = config.task or config.model, f"{config.threads} threads" if not staged else config.device
-        self._context.say(printable(f"worker {worker} of {config.workers}: {config.strategy}, {what}, {device_name}"))
+        self._context.say(
+            printable(f"worker {worker} of {max_workers_of(config)}: {config.strategy}, {what}, {device_name}")
+        )
         self._identity = identity_of(task)
         self._reply: Reply | None = None
         self._push: tuple[Push, Timing] | None = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config import RunConfig
+from paceline.config import RunConfig, max_workers_of
 from paceline.runtimes.scripts.process import run_script
 from paceline.runtimes.scripts.remote.client import LoopClient, StartAgain
 from paceline.runtimes.scripts.remote.code import ServedScript
@@ -61,7 +61,7 @@ def work_in_script(
     """
     served, worker = ServedScript.from_fields(welcome["script"]), welcome["worker"]
     line = served.find(script)
-    say(f"worker {worker} of {config.workers}: {config.strategy}, {line[0]}, {config.threads} threads")
+    say(f"worker {worker} of {max_workers_of(config)}: {config.strategy}, {line[0]}, {config.threads} threads")
     try:
         run_script(WorkerEnv(config, worker, welcome["incarnation"], client, served.typed, None, client.keep), line)
     except StartAgain:
