@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster_commands import serve, workers
+from tests.support.cluster_commands import address_of, serve, workers
 from tests.support.commands import Command, result_of, run, wait_for_records
 
 RUN = ("--threads", "1", "--name", "it", "--seed", "3")
@@ -130,6 +130,8 @@ def test_other_code_is_one_line_and_the_place_stays_free(tmp_path: Path) -> None
     (elsewhere / "sizes.py").write_text("HIDDEN = 7\n")
     with ExitStack() as stack:
         server = serve(stack, tmp_path, *RUN, "--strategy", "async", "--workers", "1", "--script", "loop.py", "1", "0")
+        where = (address_of(tmp_path / "runs/it"), "--token-file", "runs/it/token")
+        assert ": starting" in run("status", *where, cwd=tmp_path).out, "before a worker has told the model"
         (other,) = workers(stack, tmp_path, 1, "--script", "elsewhere/loop.py")
         assert other.finish() == 2
         assert "elsewhere/sizes.py differs from the file on the server's machine" in other.err

@@ -108,6 +108,7 @@ class RemoteService:
         gate: PushGate,
         wait_seconds: float | None = None,
         loops: LoopService | None = None,
+        observers: FileService | None = None,
     ) -> None:
         """`peers` belong to the host's runtime; `wait_seconds` is how long all workers have to join.
 
@@ -118,7 +119,7 @@ class RemoteService:
         self._dispatcher = Dispatcher(host, control, expected)
         self._admission = Admission(host, peers, gate.largest, gate.welcome, control.note, listener.complain)
         self._start = StartBarrier(host, peers, self._dispatcher, listener.address, wait_seconds)
-        self.observers = FileService(host.folder)
+        self.observers = observers or FileService(host.folder)
         self._failure_detector = FailureDetector(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
         self._dropped: dict[tuple[object, object], str] = {}  # why a worker's incarnation was dropped
         self._signs: dict[int, float] = {}  # when each worker's last heartbeat was learned from

@@ -19,6 +19,7 @@ from paceline.runtimes.scripts.served_loop import keep_in
 from paceline.runtimes.scripts.server import LOOP_FACTS, expected_facts, host_of_loops, loop_sizes
 from paceline.runtimes.scripts.serving.requests import LoopRequests
 from paceline.runtimes.server.admission import REMIND_SECONDS, Admission
+from paceline.runtimes.server.file_service import FileService
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.remote_service import ForegroundChannel, RemoteService, SingleServer
 from paceline.runtimes.server.runtime import TcpPeers
@@ -70,6 +71,7 @@ class Introductions:
         self._run, self._listener, self._control, self._wait_seconds = run, listener, control, wait_seconds
         self._welcome = welcome
         self._admission = Admission(run, self.peers, None, welcome, control.note, listener.complain)
+        self._observers = FileService(run.folder)
         self._began = time.monotonic()
         self._remind_after = REMIND_SECONDS
 
@@ -99,7 +101,7 @@ class Introductions:
         gate = SingleServer(host, loop_sizes(host, model, expected), self._welcome)
         loops = LoopRequests(host, model, self.peers.by_worker, lambda: False)
         service = RemoteService(
-            host, self.peers, self._control, expected, self._listener, gate, self._wait_seconds, loops
+            host, self.peers, self._control, expected, self._listener, gate, self._wait_seconds, loops, self._observers
         )
         for worker, peer in list(self.peers.by_worker.items()):
             service.take_over(peer, self.hellos.get(worker))
@@ -120,8 +122,10 @@ class Introductions:
     def _admit(self, applicants: list[JoinRequest]) -> None:
         for applicant in applicants:
             known, number = self._admission.known(applicant.fields), self._admission.number_for(applicant.fields)
-            if applicant.fields.get("observer") or applicant.fields.get("shard"):
-                applicant.refuse("this run has not begun: its scripts have not called session.prepare(...) yet")
+            if applicant.fields.get("observer"):
+                self._observers.admit(applicant)
+            elif applicant.fields.get("shard"):
+                self._admission.turn_away(applicant, SingleServer.full)
             elif known is not None:
                 self._forget(known, keeps_place=True)
                 applicant.welcome_back(known, {})
