@@ -21,6 +21,7 @@ from paceline.errors import PacelineError, ProtocolError, RunFailed, UserError
 from paceline.reports.watch import mirror as mirrors
 from paceline.reports.watch.mirror import Mirror
 from paceline.runtimes.cluster.worker import ServerAddress, WorkerOptions, work
+from paceline.runtimes.scripts.remote.worker import WorkerCommand
 from paceline.transports import file_client, handshake
 from paceline.transports.auth import ANSWER_NBYTES, ServerHandshake
 from paceline.transports.file_client import FileClient
@@ -128,7 +129,7 @@ def test_settings_that_are_none_are_one_line(config: dict[str, Any] | None) -> N
     with served_by(lambda connection: connection.sendall(welcome)) as address:
         server = ServerAddress(address, TOKEN, None, patience=0.1)
         with pytest.raises(PacelineError) as found:
-            work(server, WorkerOptions(threads=1), _no_data, lambda line: None)
+            work(server, WorkerOptions(threads=1), _no_data, lambda line: None, WorkerCommand.of([], TOKEN))
         assert str(found.value).isprintable()
 
 
