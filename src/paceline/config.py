@@ -132,12 +132,11 @@ class RunConfig:
         metavar="even|speed",
     )
     outer_lr: float | None = _strategy(
-        None, "outer learning rate (default: diloco .7; async-local .85 with 2 workers, .4 from 5 on)", _positive
+        None, "outer learning rate (default: diloco .7; async-local .7 with 2 workers, .4 from 5 on)", _positive
     )
     outer_momentum: float | None = _strategy(
         None,
-        "outer Nesterov momentum (default: diloco .65 with 2 workers, .9 from 7 on; async-local .2 with 2, .8 from 5 "
-        "on)",
+        "outer Nesterov momentum (default: .65 with 2 workers; from 5 on diloco .9, async-local .8)",
         _fraction,
     )
     outer_warmup: int | None = _strategy(

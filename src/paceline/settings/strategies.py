@@ -141,26 +141,27 @@ OUTER_WARMUP = 10
 
 
 def _outer_in_rounds(workers: int) -> tuple[float, float]:
-    """The outer lr and momentum of `diloco`: lr / (1 - momentum) is the number of workers, up to the published 7.
+    """The outer lr and momentum of `diloco`: lr / (1 - momentum) is the number of workers; from 5 on the published 7.
 
     A mean of n drifts goes 1/n of the way that one worker would go on the same batches; the momentum makes up for it.
-    The published .7 and .9 (arXiv 2311.08105, 8 workers) go 7 times as far.
+    The published .7 and .9 (arXiv 2311.08105) are for 8 workers.
 
-    >>> [tuple(round(value, 3) for value in _outer_in_rounds(workers)) for workers in (1, 2, 4, 7, 50)]
+    >>> [_outer_in_rounds(workers) for workers in (1, 2, 4, 5, 50)]
     [(0.7, 0.3), (0.7, 0.65), (0.7, 0.825), (0.7, 0.9), (0.7, 0.9)]
     """
-    return 0.7, min(0.9, 1.0 - 0.7 / workers)
+    return 0.7, round(1.0 - 0.7 / (workers if workers < 5 else 7), 3)
 
 
 def _outer_on_arrival(workers: int) -> tuple[float, float]:
-    """The outer lr and momentum of `async-local`: from plain averaging alone to .4 and .8 with 5 workers and more.
+    """The outer lr and momentum of `async-local`: twice as far as a drift, in smaller steps the more workers there are.
 
-    They are lower than those of `diloco` because every drift is one round stale: 10 workers diverge from about .6 on.
+    Every drift is one round stale, so they are lower than those of `diloco`: 10 workers diverge from about .6 on.
 
-    >>> [tuple(round(value, 3) for value in _outer_on_arrival(workers)) for workers in (1, 2, 4, 5, 50)]
-    [(1.0, 0.0), (0.85, 0.2), (0.55, 0.6), (0.4, 0.8), (0.4, 0.8)]
+    >>> [_outer_on_arrival(workers) for workers in (1, 2, 4, 5, 50)]
+    [(0.8, 0.2), (0.7, 0.65), (0.5, 0.75), (0.4, 0.8), (0.4, 0.8)]
     """
-    return max(0.4, 1.0 - 0.15 * (workers - 1)), min(0.8, 0.2 * (workers - 1))
+    lr = max(0.4, round(0.9 - 0.1 * workers, 3))
+    return lr, round(1.0 - lr / min(workers, 2), 3)
 
 
 STRATEGIES = {

@@ -220,7 +220,7 @@ def test_the_default_outer_steps_are_stable_where_drifts_are_a_round_old_and_tho
     assert distance_after(150, 10, *outer("diloco", 10)) > 100.0
 
 
-def test_the_default_outer_steps_go_as_far_as_there_are_workers_up_to_the_published_ones() -> None:
+def test_the_default_outer_steps_go_as_far_as_there_are_few_workers_and_are_the_published_ones_of_many() -> None:
     found = [lr / (1.0 - momentum) for lr, momentum in (outer("diloco", workers) for workers in range(1, 9))]
-    assert found == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 7.0])
-    assert [outer(name, 8) for name in ("diloco", "async-local")] == [(0.7, 0.9), (0.4, 0.8)]
+    assert found == pytest.approx([1.0, 2.0, 3.0, 4.0, 7.0, 7.0, 7.0, 7.0], rel=0.01)
+    assert [outer(name, 5) for name in ("diloco", "async-local")] == [(0.7, 0.9), (0.4, 0.8)]
