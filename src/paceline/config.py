@@ -141,9 +141,19 @@ class RunConfig:
         "ones, so that all push at the same time; default for async-local)",
         metavar="even|speed",
     )
-    outer_lr: float | None = _strategy(None, "outer learning rate (default: diloco .7, async-local .4)", _positive)
+    outer_lr: float | None = _strategy(
+        None, "outer learning rate (default: diloco .7; async-local .7 with 2 workers, .4 from 5 on)", _positive
+    )
     outer_momentum: float | None = _strategy(
-        None, "outer Nesterov momentum (default: diloco .9, async-local .8)", _fraction
+        None,
+        "outer Nesterov momentum (default: .65 with 2 workers; from 5 on diloco .9, async-local .8)",
+        _fraction,
+    )
+    outer_warmup: int | None = _strategy(
+        None,
+        "rounds in which outer lr and momentum grow from plain averaging, 1 and 0 (default 10; 0: none, as published)",
+        _not_negative,
+        metavar="ROUNDS",
     )
     path: str | None = _strategy(None, "topology (ring: default of allreduce, local and diloco)", metavar="star|ring")
     codec: str | None = _strategy(None, "compress pushes: none (default), fp16, bf16, int8, sign, topk:F or lowrank:R")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from paceline.config import RunConfig
 from paceline.core.optimizers import Adam, Sgd
 from paceline.core.policies import Async, Barrier, DropStale, StaleSynchronous
 from paceline.core.rules.averaged import Averaged
+from paceline.core.rules.buffered import Delayed, OuterMomentum
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Schedule
 from paceline.errors import UserError
@@ -91,6 +93,8 @@ def refused(**settings: Any) -> str:
         ({"outer_momentum": 0.5}, ["--outer-momentum 0.5", "strategy async", "diloco:H"]),
         ({"strategy": "diloco:4", "outer_momentum": 1.0}, ["--outer-momentum", "below 1"]),
         ({"strategy": "diloco:4", "outer_lr": 0.0}, ["--outer-lr", "positive"]),
+        ({"strategy": "local:4", "outer_warmup": 5}, ["--outer-warmup 5", "strategy local:4", "diloco:H"]),
+        ({"strategy": "diloco:4", "outer_warmup": -1}, ["--outer-warmup", "zero or more"]),
         ({"strategy": "async-local:4", "path": "ring"}, ["--path ring", "async-local:4"]),
         ({"strategy": "allreduce", "path": "star"}, ["--path star", "--strategy sync"]),
         ({"strategy": "diloco:4", "local_steps": "speed"}, ["--local-steps speed", "--path star"]),
@@ -294,6 +298,18 @@ def test_weights_are_averaged_where_pushes_come_one_by_one_unless_the_rule_is_pl
     assert isinstance(rule, Averaged) == (average != "none")
     if isinstance(rule, Averaged):
         assert rule.horizon == (None if average == "on" else float(average))
+
+
+def test_the_outer_optimizer_is_warmed_up_unless_the_config_is_older_or_asks_for_the_published_one() -> None:
+    config, layout = resolve(RunConfig(strategy="diloco:4", workers=2)), pack([("a", (3,), True)])
+    assert (config.outer_lr, config.outer_momentum, config.outer_warmup) == (0.7, 0.65, 10)
+    warmed = make_rule(config, layout)
+    assert isinstance(warmed, OuterMomentum) and warmed.warmup == 10
+    for rounds in (None, 0):  # None: of a run folder that was made before there was a warm-up
+        published = make_rule(replace(config, outer_momentum=0.9, outer_warmup=rounds), layout)
+        assert isinstance(published, Plain) and isinstance(published.optimizer, Sgd) and published.optimizer.nesterov
+    older = make_rule(replace(resolve(RunConfig(strategy="async-local:4")), outer_warmup=None, average="none"), layout)
+    assert isinstance(older, Delayed) and "rounds" not in older.start(torch.zeros(3))
 
 
 def test_weight_decay_spares_what_the_layout_says() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.core.optimizers import Adam, GradientTransform, Sgd
 from paceline.core.rules.averaged import Averaged
-from paceline.core.rules.buffered import Buffered, Delayed
+from paceline.core.rules.buffered import Buffered, Delayed, OuterMomentum
 from paceline.core.rules.cached import Cached
 from paceline.core.rules.dana import Dana, DanaSlim
 from paceline.core.rules.foresight import Ahead, Foresight, ForesightCached, ForesightFair
@@ -25,6 +25,8 @@ RULES: dict[str, MakeRule] = {
     "ringleader": lambda max_workers: Ringleader(0.5, max_workers),
     "buffered": lambda max_workers: Buffered(3, 0.9),
     "delayed": lambda max_workers: Delayed(0.9),
+    "delayed, warmed up": lambda max_workers: Delayed(0.9, 3),
+    "outer momentum": lambda max_workers: OuterMomentum(0.9, 3),
     "foresight-cached": lambda max_workers: ForesightCached(0.9, max_workers, GradientTransform(0.01, 5.0)),
     "foresight": lambda max_workers: Foresight(0.9, max_workers),
     "foresight-fair": lambda max_workers: ForesightFair(0.9, max_workers),

@@ -101,6 +101,7 @@ def close(found: InRounds, expected: dict[str, Tensor]) -> None:
 
 MEAN = {"lr": 1.0}
 NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+PUBLISHED: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_warmup": 0}
 
 
 @pytest.mark.parametrize(
@@ -116,8 +117,9 @@ def test_rounds_of_local_steps_are_a_plain_loop_by_hand(
     make_dataset: MakeDataset, strategy: str, outer: dict[str, Any], optimizer: str, momentum: float
 ) -> None:
     lr = LR if optimizer == "sgd" else 0.001
-    config, dataset = local_config(strategy, optimizer=optimizer, momentum=momentum, lr=lr), make_dataset(61)
-    found = InRounds(config, dataset)
+    published = PUBLISHED if outer is NESTEROV else {}
+    config = local_config(strategy, optimizer=optimizer, momentum=momentum, lr=lr, **published)
+    found, dataset = InRounds(config, make_dataset(61)), make_dataset(61)
     found.rounds(5)
     close(found, by_hand(config, dataset, int(strategy[-1]), 5, outer))
 
@@ -132,7 +134,7 @@ def test_one_local_step_without_momentum_is_closely_sync(make_dataset: MakeDatas
 
 def test_schedules_and_warm_up_go_on_inside_the_steps(make_dataset: MakeDataset) -> None:
     settings = {"schedule": "cosine", "warmup": 0.2, "epochs": 6.0, "scale_lr": "2"}
-    config, dataset = local_config("diloco:3", momentum=0.9, **settings), make_dataset(64)
+    config, dataset = local_config("diloco:3", momentum=0.9, **settings, **PUBLISHED), make_dataset(64)
     found = InRounds(config, dataset)
     found.rounds(6)
     lrs = [reply.lr for reply in found.replies if reply.worker == 0]

@@ -24,6 +24,7 @@ from paceline.settings.preprocessing import check_augmentation, fold_of, split_o
 from paceline.settings.rules import average_horizon, check_aggregate, check_rule, trim_of
 from paceline.settings.stopping import check_goals
 from paceline.settings.strategies import (
+    OUTER_WARMUP,
     Feature,
     Strategy,
     Topology,
@@ -131,7 +132,7 @@ def resolve(config: RunConfig, launched: bool = False) -> RunConfig:
         channels_last=fast_on_gpu if config.channels_last is None else config.channels_last,
         augment=_augment(config),
         aggregate=None if trim_of(config) == 0 else config.aggregate,
-        **_local_settings(config, strategy),
+        **_local_settings(config, strategy, workers),
         task=_anchored(config.task),
         **_weights(config),
         data_dir=os.path.abspath(config.data_dir) if config.data_dir is not None else None,  # noqa: PTH100
@@ -158,15 +159,16 @@ def _augment(config: RunConfig) -> str:
     return ",".join(ways_of(config)) or "none"
 
 
-def _local_settings(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
+def _local_settings(config: RunConfig, strategy: Strategy, workers: int) -> dict[str, Any]:
     """The defaults of local steps and of the outer optimizer."""
     found: dict[str, Any] = {}
     if strategy.is_local and config.local_steps is None:
         found["local_steps"] = "even" if strategy.in_rounds else "speed"
     if strategy.kind.outer is not None:
-        lr, momentum = strategy.kind.outer
+        lr, momentum = strategy.kind.outer(workers)
         found["outer_lr"] = config.outer_lr if config.outer_lr is not None else lr
         found["outer_momentum"] = config.outer_momentum if config.outer_momentum is not None else momentum
+        found["outer_warmup"] = config.outer_warmup if config.outer_warmup is not None else OUTER_WARMUP
     return found
 
 
@@ -344,6 +346,8 @@ def _check_paths(config: RunConfig) -> None:
         require_feature(config, Feature.STEPS_BY_SPEED, "--local-steps speed")
     if config.outer_momentum is not None:
         require_feature(config, Feature.OUTER_OPTIMIZER, f"--outer-momentum {config.outer_momentum:g}")
+    if config.outer_warmup is not None:
+        require_feature(config, Feature.OUTER_OPTIMIZER, f"--outer-warmup {config.outer_warmup}")
 
 
 PARSED: dict[str, Callable[[RunConfig], object]] = {

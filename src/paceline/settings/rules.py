@@ -232,11 +232,13 @@ def build_rule(
 
 def _on_drifts(config: RunConfig) -> Rule:
     from paceline.core.optimizers import Sgd
-    from paceline.core.rules.buffered import Delayed
+    from paceline.core.rules.buffered import Delayed, OuterMomentum
     from paceline.core.rules.plain import Plain
 
-    momentum = config.outer_momentum or 0.0
-    return Delayed(momentum) if config.rule == "delayed" else Plain(Sgd(momentum, nesterov=True))
+    momentum, warmup = config.outer_momentum or 0.0, config.outer_warmup or 0
+    if config.rule == "delayed":
+        return Delayed(momentum, warmup)
+    return OuterMomentum(momentum, warmup) if warmup else Plain(Sgd(momentum, nesterov=True))
 
 
 def _around(config: RunConfig, max_workers: int, make_optimizer: Callable[[], Optimizer]) -> Rule:

@@ -79,7 +79,7 @@ def _simulate_all(config: RunConfig, console: Console) -> Plan:
     found = []
     for number, (workers, strategy) in enumerate(cells):
         cell = dataclasses.replace(config, workers=workers, strategy=strategy, shard_weights=None, path=None)
-        cell = dataclasses.replace(cell, local_steps=None, outer_lr=None, outer_momentum=None)
+        cell = dataclasses.replace(cell, local_steps=None, outer_lr=None, outer_momentum=None, outer_warmup=None)
         if not on_star(cell):
             cell = dataclasses.replace(cell, codec=None, pull_codec=None)
         found.append(forecast(resolve(cell), layout))

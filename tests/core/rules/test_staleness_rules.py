@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.optimizers import Sgd
-from paceline.core.rules.buffered import Buffered, Delayed
+from paceline.core.rules.buffered import Buffered, Delayed, OuterMomentum
 from paceline.core.rules.plain import Plain
 from paceline.core.rules.staleness_aware import Compensated, Damped, Gap
 from paceline.interfaces import Arrival
@@ -121,28 +121,64 @@ def test_buffered(size: int, momentum: float, along: Course) -> None:
 
 
 class SlowDelayed(SlowDamped):
-    """Algorithm 3 of arXiv 2401.09135 with N the workers here and c = 0, every drift of a round kept."""
+    """Algorithm 3 of arXiv 2401.09135 with N the workers here and c = 0, every drift of a round kept.
 
-    def __init__(self, momentum: float) -> None:
+    Over the first `warmup` rounds its lr goes from 1 to that of the push, and beta from 0 to the momentum.
+    """
+
+    def __init__(self, momentum: float, warmup: int = 0) -> None:
         super().__init__(SlowSgd(momentum))
-        self.beta, self.velocity, self.waiting = momentum, [0.0] * SIZE, list[list[float]]()
+        self.momentum, self.velocity, self.waiting = momentum, [0.0] * SIZE, list[list[float]]()
+        self.warmup, self.rounds = warmup, 0
 
     def push(self, worker: int, gradient: list[float], staleness: int, lr: float, num_live: int) -> None:
         self.waiting.append(gradient)
-        step = [part / num_live for part in gradient]
+        step, beta = [part / num_live for part in gradient], self.momentum
+        if self.rounds < self.warmup:
+            missing = (self.warmup - self.rounds) / self.warmup
+            lr, beta = missing * 1.0 + (1.0 - missing) * lr, (1.0 - missing) * beta
         if len(self.waiting) >= num_live:
             mean = [sum(column) / len(self.waiting) for column in zip(*self.waiting, strict=True)]
-            self.velocity = [self.beta * v + m for v, m in zip(self.velocity, mean, strict=True)]
-            step = [s + self.beta * v for s, v in zip(step, self.velocity, strict=True)]
-            self.waiting = []
+            self.velocity = [beta * v + m for v, m in zip(self.velocity, mean, strict=True)]
+            step = [s + beta * v for s, v in zip(step, self.velocity, strict=True)]
+            self.waiting, self.rounds = [], self.rounds + 1
         self.weights = [w - lr * s for w, s in zip(self.weights, step, strict=True)]
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(("momentum", "warmup"), [(0.0, 0), (0.9, 0), (0.9, 4)])
 @given(along=courses)
 @settings(max_examples=15)
-def test_delayed(momentum: float, along: Course) -> None:
-    require_the_oracles_way(Delayed(momentum), SlowDelayed(momentum), along)
+def test_delayed(momentum: float, warmup: int, along: Course) -> None:
+    require_the_oracles_way(Delayed(momentum, warmup), SlowDelayed(momentum, warmup), along)
+
+
+class SlowOuterMomentum(SlowDelayed):
+    """The same of one worker, whose drift is the mean of a round."""
+
+    def push(self, worker: int, gradient: list[float], staleness: int, lr: float, num_live: int) -> None:
+        super().push(worker, gradient, staleness, lr, 1)
+
+
+@given(along=courses)
+@settings(max_examples=15)
+def test_outer_momentum(along: Course) -> None:
+    require_the_oracles_way(OuterMomentum(0.9, 4), SlowOuterMomentum(0.9, 4), along)
+
+
+def test_outer_momentum_begins_as_a_plain_mean_and_ends_as_nesterov() -> None:
+    rule, nesterov, lr = OuterMomentum(0.8, 3), Plain(Sgd(0.8, nesterov=True)), torch.tensor(0.6)
+    ours, theirs = torch.ones(1), torch.ones(1)
+    state, other = rule.start(ours), nesterov.start(theirs)
+    rule.apply(ours, state, torch.tensor([0.25]), Arrival(None, 0, lr, 2))
+    assert ours.item() == 0.75, "all the way, once"
+    for _ in range(2):
+        rule.apply(ours, state, torch.tensor([0.25]), Arrival(None, 0, lr, 2))
+    theirs.copy_(ours)
+    other["velocity"].copy_(state["velocity"])
+    for drift in (1.0, -2.0):
+        rule.apply(ours, state, torch.tensor([drift]), Arrival(None, 0, lr, 2))
+        nesterov.apply(theirs, other, torch.tensor([drift]), Arrival(None, 0, lr, 2))
+        torch.testing.assert_close(ours, theirs)
 
 
 @given(drifts=st.lists(st.lists(st.floats(-2.0, 2.0), min_size=3, max_size=3), min_size=1, max_size=6))
@@ -160,11 +196,11 @@ def test_delayed_moves_in_n_pushes_as_nesterov_on_their_mean(drifts: list[list[f
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def outer(name: str) -> tuple[float, float]:
+def outer(name: str, workers: int) -> tuple[float, float]:
     """The default outer learning rate and momentum of a strategy."""
     found = STRATEGIES[name].outer
     assert found is not None
-    return found
+    return found(workers)
 
 
 def distance_after(rounds: int, workers: int, lr: float, momentum: float) -> float:
@@ -180,5 +216,11 @@ def distance_after(rounds: int, workers: int, lr: float, momentum: float) -> flo
 
 
 def test_the_default_outer_steps_are_stable_where_drifts_are_a_round_old_and_those_of_diloco_are_not() -> None:
-    assert all(distance_after(150, workers, *outer("async-local")) < 0.02 for workers in (2, 5, 10))
-    assert distance_after(150, 10, *outer("diloco")) > 100.0
+    assert all(distance_after(150, workers, *outer("async-local", workers)) < 0.02 for workers in range(1, 11))
+    assert distance_after(150, 10, *outer("diloco", 10)) > 100.0
+
+
+def test_the_default_outer_steps_go_as_far_as_there_are_few_workers_and_are_the_published_ones_of_many() -> None:
+    found = [lr / (1.0 - momentum) for lr, momentum in (outer("diloco", workers) for workers in range(1, 9))]
+    assert found == pytest.approx([1.0, 2.0, 3.0, 4.0, 7.0, 7.0, 7.0, 7.0], rel=0.01)
+    assert [outer(name, 5) for name in ("diloco", "async-local")] == [(0.7, 0.9), (0.4, 0.8)]
