@@ -9,7 +9,7 @@ from pathlib import Path
 import generate_pages
 import pytest
 
-from paceline.settings.strategies import Feature
+from paceline.settings.features import Feature
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/paceline"

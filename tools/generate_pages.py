@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.settings.strategies import Feature
+    from paceline.settings.features import Feature
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/paceline"

@@ -261,10 +261,7 @@ class RunConfig:
     name: str | None = _run(None, "name of the run (default: strategy, model, workers and time)", _folder_name)
     runs: str = _run("runs", "folder that holds the runs; a URL is short for --runs runs --mirror URL", metavar="DIR")
     mirror: str | None = _run(
-        None,
-        "copy the run folder behind the run to an object store, to URL/NAME, as in s3://BUCKET/runs; none: do not "
-        "(default none)",
-        metavar="URL",
+        None, "copy the run folder behind the run to URL/NAME, as in s3://BUCKET/runs (default none)", metavar="URL"
     )
 
     def __post_init__(self) -> None:
@@ -314,10 +311,6 @@ SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only
 
 UPKEEP = ("keep", "restart", "restart_workers", "stall", "recovery", "durable", "track", "robust", "mirror")
 """Settings of a run's files, and of what its server lets in, not of its training: `paceline resume` may change them."""
-
-OF_OPTIMIZER = ("optimizer", "lr", "momentum", "nesterov", "betas", "weight_decay", "clip")
-SCRIPT_MAY_DECIDE = (*OF_OPTIMIZER, "epochs", "epoch_mode")
-"""Settings that a script may decide itself, by handing over its optimizer or its number of epochs."""
 
 
 def given(config: RunConfig, names: Iterable[str]) -> list[str]:

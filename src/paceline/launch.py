@@ -17,9 +17,10 @@ from paceline.reports.console import Console
 from paceline.runs.arrival_log import next_incarnation
 from paceline.runs.folder import RunFolder, new_folder
 from paceline.settings.fault_table import Fault
+from paceline.settings.features import Feature
 from paceline.settings.ranks import Rank, config_of
 from paceline.settings.resolve import check_names, check_processes, refuse_simulated, resolve
-from paceline.settings.strategies import Feature, in_this_process, on_ring, require_feature
+from paceline.settings.strategies import in_this_process, on_ring, require_feature
 
 if TYPE_CHECKING:
     from paceline.runtimes.local.fork_server import ForkServer

@@ -23,9 +23,10 @@ from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Schedule
 from paceline.errors import UserError
 from paceline.interfaces import Arrival, pack
+from paceline.settings.features import Feature
 from paceline.settings.resolve import AUTO_WARMUP, lr_scale, resolve, schedule_of
 from paceline.settings.rules import RULES, average_in_words, rows_nbytes
-from paceline.settings.strategies import STRATEGIES, Feature, PushContent, Topology, Waiting, strategy_of, why_not
+from paceline.settings.strategies import STRATEGIES, PushContent, Topology, Waiting, strategy_of, why_not
 
 LABELS = np.arange(100) % 10
 

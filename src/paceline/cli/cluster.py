@@ -213,7 +213,8 @@ def drain_verb(arguments: list[str]) -> int:
     parsed = parser.parse_strictly(arguments)
     from paceline.runs.control_files import request_drain
     from paceline.runs.folder import RunFolder
-    from paceline.settings.strategies import Feature, require_feature
+    from paceline.settings.features import Feature
+    from paceline.settings.strategies import require_feature
 
     folder = RunFolder.open(Path(parsed.run))
     require_feature(folder.config(), Feature.DRAIN, str(folder.path))

@@ -28,7 +28,8 @@ from paceline.runs.folder import RunFolder
 from paceline.runs.replay import MakePushSource, Replay, ReplayThreads
 from paceline.runs.result import NamedTensors
 from paceline.runs.snapshots import drop_best_after, drop_snapshots_after, snapshots_of
-from paceline.settings.strategies import Feature, keeps_own, on_ring, require_feature
+from paceline.settings.features import Feature
+from paceline.settings.strategies import keeps_own, on_ring, require_feature
 from paceline.system.strict_json import from_json, to_json
 
 SEGMENT_NAME = "pushes"  # of the files that hold the values of a script's pushes

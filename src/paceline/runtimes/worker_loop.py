@@ -8,7 +8,7 @@ from typing import Any
 from paceline.config import RunConfig
 from paceline.core.messages import Push, Reply
 from paceline.core.worker import LocalWorker
-from paceline.settings.durations import delays_of
+from paceline.settings.notation import delays_of
 from paceline.transports.protocol import Timing, Transport
 
 

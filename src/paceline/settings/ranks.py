@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.settings.strategies import Feature, on_ring, require_feature
+from paceline.settings.features import Feature
+from paceline.settings.strategies import on_ring, require_feature
 from paceline.system.cpu import cores
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

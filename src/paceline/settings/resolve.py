@@ -17,15 +17,14 @@ from paceline.config import SCRIPT, SIMULATED_ONLY, RunConfig, given
 from paceline.data.datasets import DATASETS
 from paceline.errors import UserError, unknown_name
 from paceline.settings.codecs import codec_of
-from paceline.settings.durations import delays_of
+from paceline.settings.features import Feature
 from paceline.settings.imports import check_mirror, check_tracker
-from paceline.settings.notation import count
+from paceline.settings.notation import count, delays_of
 from paceline.settings.preprocessing import check_augmentation, fold_of, split_of, ways_of
 from paceline.settings.rules import average_horizon, check_aggregate, check_rule, trim_of
 from paceline.settings.stopping import check_goals
 from paceline.settings.strategies import (
     OUTER_WARMUP,
-    Feature,
     Strategy,
     Topology,
     Waiting,
@@ -42,6 +41,9 @@ SCRIPT_DECIDES = (
     *("best", "recovery", "augment", "max_length", "image_size", "weights_partial", "weights_sha256"),
 )
 """Settings that a user's own loop has no use for, or decides itself; `paceline run` has flags of its own for two."""
+OF_OPTIMIZER = ("optimizer", "lr", "momentum", "nesterov", "betas", "weight_decay", "clip")
+SCRIPT_MAY_DECIDE = (*OF_OPTIMIZER, "epochs", "epoch_mode")
+"""Settings that a script may decide itself, by handing over its optimizer or its number of epochs."""
 MODELS = {
     "lenet5": "paceline.models.lenet:LeNet5",
     "cnn": "paceline.models.cnn:Cnn",

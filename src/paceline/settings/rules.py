@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.config import RunConfig, is_script, max_workers_of
 from paceline.errors import UserError
+from paceline.settings.features import Feature
 from paceline.settings.notation import name_and_argument, whole_number
 from paceline.settings.preprocessing import split_of
-from paceline.settings.strategies import Feature, require_feature, strategy_of
+from paceline.settings.strategies import require_feature, strategy_of
 
 if TYPE_CHECKING:
     from paceline.core.optimizers import GradientTransform, Optimizer

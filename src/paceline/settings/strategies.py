@@ -5,7 +5,7 @@ This is the only module that knows a strategy by its name. Other code reads the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cache
@@ -13,6 +13,22 @@ from typing import NamedTuple
 
 from paceline.config import RunConfig, is_script
 from paceline.errors import UserError
+from paceline.settings.features import (
+    ALONE,
+    IN_OWN_LOOP,
+    IN_ROUNDS,
+    NEEDS_SERVER,
+    NO_DRIFTS,
+    ON_RING,
+    ON_SERVER,
+    ONE_AT_A_TIME,
+    OWN_LOOP_OF_ALL,
+    OWN_LOOP_STEPS,
+    RING_OR_STAR,
+    STEPS_INSIDE,
+    Feature,
+    Refusals,
+)
 from paceline.settings.notation import name_and_argument, whole_number
 
 
@@ -38,99 +54,6 @@ class Topology(Enum):
     NONE = auto()
     STAR = auto()
     RING = auto()
-
-
-class Feature(Enum):
-    """What a strategy may or may not be combined with."""
-
-    SEVERAL_WORKERS = auto()
-    CODEC = auto()
-    PULL_CODEC = auto()
-    ELASTIC = auto()  # `--max-workers`: workers join and leave
-    DRAIN = auto()
-    SERVER = auto()  # `paceline server`, and workers over ssh or on Ray
-    SEVERAL_SERVERS = auto()  # `paceline server --servers`
-    TLS = auto()  # of ranks that a launcher started
-    LAUNCHER = auto()  # processes that torchrun or srun started
-    FAULTS = auto()
-    RESTART = auto()
-    RESTART_WORKERS = auto()
-    CAPTURE = auto()
-    SKIP_BATCH = auto()  # `--recovery skip-batch`
-    AGGREGATE = auto()  # `--aggregate` other than `mean`
-    ROBUST = auto()  # `--robust`
-    RING_PATH = auto()
-    STAR_PATH = auto()
-    LOCAL_STEPS = auto()  # `--local-steps`
-    STEPS_BY_SPEED = auto()
-    SCHEDULE = auto()  # `--schedule`, `--warmup` and `--scale-lr`
-    OWN_EPOCHS = auto()  # `--epoch-mode own`
-    OUTER_OPTIMIZER = auto()  # `--outer-lr` and `--outer-momentum`
-    GRADIENT_RULE = auto()  # A rule that is made for gradients, other than `plain`
-    DRIFT_RULE = auto()  # A rule that is made for drifts
-    WORKER_RULE = auto()  # A rule that has to know which worker sent a push
-    DROPPING_RULE = auto()  # A rule that drops stale pushes
-
-
-Refusals = Mapping[Feature, str]
-"""For each feature that is refused the reason, which goes on from "strategy NAME" and ends with what to do."""
-
-_ONE_AT_A_TIME = "use sync, backup, async or bounded, or leave it out"
-_PLAIN = "use --rule plain, or --strategy async"
-_NO_DRIFTS: Refusals = {
-    Feature.LOCAL_STEPS: "has no local steps; use local:H, diloco:H or async-local:H",
-    Feature.OUTER_OPTIMIZER: "has no drifts; use diloco:H",
-    Feature.DRIFT_RULE: "pushes gradients, and the rule is for drifts: use --rule auto",
-}
-_ALONE: Refusals = {Feature.AGGREGATE: "applies one push at a time; use sync or backup:B, or leave it out"}
-_NEEDS_SERVER: Refusals = {Feature.RING_PATH: "needs a server; use allreduce, local:H or diloco:H"}
-_ON_SERVER: Refusals = {**_NO_DRIFTS, **_NEEDS_SERVER}
-_IN_ROUNDS: Refusals = {
-    Feature.WORKER_RULE: f"averages the pushes of a round, and the rule has to know which worker sent each: {_PLAIN}",
-    Feature.DROPPING_RULE: f"averages the pushes of a round, and the rule drops single ones: {_PLAIN}",
-}
-_STEPS_INSIDE: Refusals = {
-    Feature.SKIP_BATCH: "pushes several batches at once, and after the checkpoint perhaps others; "
-    "use --recovery checkpoint",
-}
-_ON_RING: Refusals = {
-    Feature.ROBUST: "is a ring, where no server takes single pushes; leave it out, or use sync",
-    Feature.AGGREGATE: "is a ring, which adds pushes up on their way; use sync or backup:B",
-    Feature.SKIP_BATCH: "is a ring, where every worker has its own copy of the server; use --recovery checkpoint",
-    Feature.CODEC: f"compresses only between ranks that torchrun or srun started; {_ONE_AT_A_TIME}",
-    Feature.PULL_CODEC: f"has no server that replies; {_ONE_AT_A_TIME}",
-    Feature.ELASTIC: "is a ring, which no worker can join; use sync, async or bounded, or leave it out",
-    Feature.DRAIN: "is a ring, which no worker can leave: stop the run, or let it finish",
-    Feature.RESTART_WORKERS: "is a ring, which no worker can join again; use sync, async or bounded, or leave it out",
-    Feature.SERVER: "has no server: choose sync, async, bounded:S or backup:B",
-    Feature.TLS: "has no server; torch.distributed connects its ring, without encryption: leave it out",
-    Feature.CAPTURE: "exchanges inside its step; leave out one of the two",
-    Feature.STEPS_BY_SPEED: "is a ring, where no server compares the speeds of workers; add --path star",
-}
-_RING_OR_STAR: Refusals = {
-    **_ON_RING,
-    **{
-        feature: f"{_ON_RING[feature]}, or add --path star"
-        for feature in (Feature.AGGREGATE, Feature.ROBUST, Feature.CODEC, Feature.PULL_CODEC, Feature.ELASTIC)
-    },
-}
-_IN_OWN_LOOP: Refusals = {
-    Feature.RING_PATH: "exchanges with a server: leave it out",
-    Feature.SKIP_BATCH: "chooses its batches itself: use --recovery checkpoint",
-    Feature.SEVERAL_SERVERS: "has one server, which holds all weights: leave it out, or train a task",
-    Feature.OWN_EPOCHS: "makes its passes itself: leave it out",
-    Feature.CAPTURE: "computes its gradients itself: capture them there",
-}
-"""What a user's own loop refuses under every strategy; these reasons go on from "your own loop"."""
-_OWN_LOOP_STEPS: Refusals = {
-    Feature.SCHEDULE: "steps with the optimizers of your own loop: use a torch scheduler there",
-}
-_OWN_LOOP_OF_ALL: Refusals = {
-    Feature.ELASTIC: "is a fixed group, which no worker can join; use sync, async or bounded, or leave it out",
-    Feature.DRAIN: "is a fixed group, which no worker can leave: stop the run, or let it finish",
-    Feature.RESTART_WORKERS: "is a fixed group, which no worker can join again; use sync, async or bounded, "
-    "or leave it out",
-}
 
 
 class Axes(NamedTuple):
@@ -192,11 +115,11 @@ STRATEGIES = {
         Axes(Waiting.NONE, topologies=(Topology.NONE,)),
         "plain",
         {
-            **_ON_SERVER,
-            **_ALONE,
+            **ON_SERVER,
+            **ALONE,
             Feature.SEVERAL_WORKERS: "is one worker; choose sync or async for more",
-            Feature.CODEC: f"has no network whose bytes could be saved; {_ONE_AT_A_TIME}",
-            Feature.PULL_CODEC: f"has no network whose bytes could be saved; {_ONE_AT_A_TIME}",
+            Feature.CODEC: f"has no network whose bytes could be saved; {ONE_AT_A_TIME}",
+            Feature.PULL_CODEC: f"has no network whose bytes could be saved; {ONE_AT_A_TIME}",
             Feature.ELASTIC: "is one worker; use sync, async or bounded, or leave it out",
             Feature.DRAIN: "is one worker: stop the run, or let it finish",
             Feature.SERVER: "has no server: choose sync, async, bounded:S or backup:B",
@@ -208,13 +131,13 @@ STRATEGIES = {
             Feature.DROPPING_RULE: "has no stale pushes: use --strategy async",
         },
     ),
-    "sync": StrategyKind("replies when all have pushed", Axes(Waiting.BARRIER), "plain", {**_ON_SERVER, **_IN_ROUNDS}),
-    "async": StrategyKind("replies at once", Axes(Waiting.ASYNC), "auto", {**_ON_SERVER, **_ALONE}),
+    "sync": StrategyKind("replies when all have pushed", Axes(Waiting.BARRIER), "plain", {**ON_SERVER, **IN_ROUNDS}),
+    "async": StrategyKind("replies at once", Axes(Waiting.ASYNC), "auto", {**ON_SERVER, **ALONE}),
     "backup": StrategyKind(
         "replies when all but B have pushed: backup:B",
         Axes(Waiting.BARRIER),
         "plain",
-        {**_ON_SERVER, **_IN_ROUNDS},
+        {**ON_SERVER, **IN_ROUNDS},
         letter="B",
     ),
     "bounded": StrategyKind(
@@ -222,8 +145,8 @@ STRATEGIES = {
         Axes(Waiting.BOUNDED),
         "auto",
         {
-            **_ON_SERVER,
-            **_ALONE,
+            **ON_SERVER,
+            **ALONE,
             Feature.DROPPING_RULE: "counts every push, and the rule drops the stale ones: use --strategy async",
         },
         letter="S",
@@ -234,25 +157,25 @@ STRATEGIES = {
         Axes(Waiting.BARRIER, topologies=(Topology.RING,)),
         "plain",
         {
-            **_NO_DRIFTS,
-            **_IN_ROUNDS,
+            **NO_DRIFTS,
+            **IN_ROUNDS,
             Feature.STAR_PATH: "is an exchange around a ring; over a star it is --strategy sync",
         },
-        _ON_RING,
-        _OWN_LOOP_OF_ALL,
+        ON_RING,
+        OWN_LOOP_OF_ALL,
     ),
     "local": StrategyKind(
         "H steps each, then the mean of their drifts: local:H",
         Axes(Waiting.BARRIER, PushContent.DRIFT, (Topology.RING, Topology.STAR)),
         "plain",
         {
-            **_STEPS_INSIDE,
+            **STEPS_INSIDE,
             Feature.OUTER_OPTIMIZER: "takes the mean of drifts as it is; use diloco:H",
             Feature.GRADIENT_RULE: "takes the mean of drifts as it is: leave it out",
             Feature.DRIFT_RULE: "takes the mean of drifts as it is: leave it out",
         },
-        _RING_OR_STAR,
-        _OWN_LOOP_STEPS,
+        RING_OR_STAR,
+        OWN_LOOP_STEPS,
         letter="H",
     ),
     "diloco": StrategyKind(
@@ -260,12 +183,12 @@ STRATEGIES = {
         Axes(Waiting.BARRIER, PushContent.DRIFT, (Topology.RING, Topology.STAR)),
         "plain",
         {
-            **_STEPS_INSIDE,
+            **STEPS_INSIDE,
             Feature.GRADIENT_RULE: "has its outer momentum: leave it out",
             Feature.DRIFT_RULE: "has its outer momentum: leave it out",
         },
-        _RING_OR_STAR,
-        _OWN_LOOP_STEPS,
+        RING_OR_STAR,
+        OWN_LOOP_STEPS,
         letter="H",
         outer=_outer_in_rounds,
     ),
@@ -274,12 +197,12 @@ STRATEGIES = {
         Axes(Waiting.ASYNC, PushContent.DRIFT),
         "delayed",
         {
-            **_STEPS_INSIDE,
-            **_ALONE,
-            **_NEEDS_SERVER,
+            **STEPS_INSIDE,
+            **ALONE,
+            **NEEDS_SERVER,
             Feature.GRADIENT_RULE: "pushes drifts, and the rule is for gradients: use --rule delayed, its default",
         },
-        in_own_loop=_OWN_LOOP_STEPS,
+        in_own_loop=OWN_LOOP_STEPS,
         letter="H",
         outer=_outer_on_arrival,
     ),
@@ -401,7 +324,7 @@ def why_not(config: RunConfig, feature: Feature) -> str | None:
 
 def why_not_in_own_loop(feature: Feature) -> str | None:
     """Why a user's own loop refuses a feature under every strategy, and what to do; None if it does not."""
-    return _IN_OWN_LOOP.get(feature)
+    return IN_OWN_LOOP.get(feature)
 
 
 def require_feature(config: RunConfig, feature: Feature, asked: str = "") -> None:

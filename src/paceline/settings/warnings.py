@@ -6,9 +6,10 @@ from pathlib import Path
 
 from paceline.config import RunConfig, is_simulated
 from paceline.data.datasets import DATASETS
+from paceline.settings.features import Feature
 from paceline.settings.preprocessing import split_of
 from paceline.settings.rules import rule_of
-from paceline.settings.strategies import Feature, strategy_of, why_not
+from paceline.settings.strategies import strategy_of, why_not
 
 SKEWED_BELOW = 1.0  # A Dirichlet split with a smaller ALPHA leaves most workers without some of the labels
 GROUP_NORM = "-gn"  # ends the names of models with group norm instead of batch norm

@@ -7,9 +7,8 @@ from pathlib import Path
 from paceline.analysis.step_times import MeasuredStepTimes, read_step_times
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.settings.durations import delays_of
 from paceline.settings.fault_table import Fault
-from paceline.settings.notation import seconds
+from paceline.settings.notation import delays_of, seconds
 from paceline.settings.strategies import on_ring, strategy_of
 from paceline.simulation.network import parse_link
 from paceline.simulation.simulator import Cluster

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.assembly.preflight import provenance, startup_warnings
-from paceline.config import FIELDS, SCRIPT_MAY_DECIDE, UPKEEP, RunConfig, is_script, to_dict
+from paceline.config import FIELDS, UPKEEP, RunConfig, is_script, to_dict
 from paceline.data.datasets import Location, load, locate_data, resolve_dataset
 from paceline.errors import ServerLost, UserError
 from paceline.object_store.mirroring import mirrored_to_store
@@ -25,8 +25,9 @@ from paceline.runtimes.scripts.launch import script_to_resume, settings_of_scrip
 from paceline.runtimes.scripts.remote.code import ServedScript
 from paceline.runtimes.sharded.processes import ShardProcesses
 from paceline.runtimes.sharded.spans import require_cuttable
-from paceline.settings.resolve import SCRIPT_DECIDES, check_names, refuse_simulated, resolve
-from paceline.settings.strategies import Feature, require_feature
+from paceline.settings.features import Feature
+from paceline.settings.resolve import SCRIPT_DECIDES, SCRIPT_MAY_DECIDE, check_names, refuse_simulated, resolve
+from paceline.settings.strategies import require_feature
 from paceline.system.signals import stop_signals
 from paceline.system.strict_json import seal, to_json
 from paceline.transports.connection import ANYWHERE, is_loopback, parse_address

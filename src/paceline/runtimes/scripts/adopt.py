@@ -14,9 +14,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from paceline.config import OF_OPTIMIZER, SCRIPT_MAY_DECIDE, RunConfig
+from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.settings.preprocessing import split_of
+from paceline.settings.resolve import OF_OPTIMIZER, SCRIPT_MAY_DECIDE
 
 SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
 ACCELERATE = {

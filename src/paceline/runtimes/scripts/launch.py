@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.assembly.preflight import provenance
-from paceline.config import SCRIPT, SCRIPT_MAY_DECIDE, RunConfig, given
+from paceline.config import SCRIPT, RunConfig, given
 from paceline.errors import UserError
 from paceline.object_store.mirroring import mirrored_to_store
 from paceline.reports.console import Console
@@ -19,8 +19,9 @@ from paceline.runtimes.local.fault_injection import faults_for_processes
 from paceline.runtimes.local.fork_server import ForkServer
 from paceline.runtimes.local.supervisor import ProcessPlan, run_local
 from paceline.runtimes.scripts.lines_to_add.message import require_paceline
-from paceline.settings.resolve import resolve_own_loop
-from paceline.settings.strategies import Feature, require_feature
+from paceline.settings.features import Feature
+from paceline.settings.resolve import SCRIPT_MAY_DECIDE, resolve_own_loop
+from paceline.settings.strategies import require_feature
 
 
 def settings_of_script(config: RunConfig, command: list[str]) -> tuple[RunConfig, list[str]]:

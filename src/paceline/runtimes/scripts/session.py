@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from paceline.assembly.task import seed_generators
-from paceline.config import SCRIPT, SCRIPT_MAY_DECIDE, RunConfig, given
+from paceline.config import SCRIPT, RunConfig, given
 from paceline.errors import UserError
 from paceline.models.dropout import AddressedDropout
 from paceline.randomness import mix64
@@ -27,7 +27,7 @@ from paceline.runtimes.scripts.local_loop import LocalLoop
 from paceline.runtimes.scripts.optimizer import settings_of
 from paceline.runtimes.scripts.served_loop import ServedLoop, WorkerEnv
 from paceline.runtimes.scripts.standalone import InProcessClient
-from paceline.settings.resolve import resolve_own_loop
+from paceline.settings.resolve import SCRIPT_MAY_DECIDE, resolve_own_loop
 from paceline.settings.strategies import CLASSIC, strategy_of
 from paceline.system.subnormals import flush_subnormals
 

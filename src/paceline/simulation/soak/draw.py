@@ -18,17 +18,9 @@ from paceline.interfaces import Policy, Rule, State, Task
 from paceline.randomness import mix64, rng
 from paceline.settings.codecs import build_codec
 from paceline.settings.fault_table import Fault, random_faults
+from paceline.settings.features import Feature
 from paceline.settings.rules import RULES, build_rule
-from paceline.settings.strategies import (
-    ON_DRIFTS,
-    ON_GRADIENTS,
-    STRATEGIES,
-    SYNC,
-    Feature,
-    on_ring,
-    strategy_of,
-    why_not,
-)
+from paceline.settings.strategies import ON_DRIFTS, ON_GRADIENTS, STRATEGIES, SYNC, on_ring, strategy_of, why_not
 from paceline.simulation.network import NetworkLink
 from paceline.simulation.simulator import Cluster
 from paceline.simulation.soak.oracle import BETAS, EPS

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.settings.durations import Delay, delays_of
+from paceline.settings.notation import Delay, delays_of
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""What a strategy may or may not be combined with, and why not: the reasons that the table of strategies refers to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+
+
+class Feature(Enum):
+    """What a strategy may or may not be combined with."""
+
+    SEVERAL_WORKERS = auto()
+    CODEC = auto()
+    PULL_CODEC = auto()
+    ELASTIC = auto()  # `--max-workers`: workers join and leave
+    DRAIN = auto()
+    SERVER = auto()  # `paceline server`, and workers over ssh or on Ray
+    SEVERAL_SERVERS = auto()  # `paceline server --servers`
+    TLS = auto()  # of ranks that a launcher started
+    LAUNCHER = auto()  # processes that torchrun or srun started
+    FAULTS = auto()
+    RESTART = auto()
+    RESTART_WORKERS = auto()
+    CAPTURE = auto()
+    SKIP_BATCH = auto()  # `--recovery skip-batch`
+    AGGREGATE = auto()  # `--aggregate` other than `mean`
+    ROBUST = auto()  # `--robust`
+    RING_PATH = auto()
+    STAR_PATH = auto()
+    LOCAL_STEPS = auto()  # `--local-steps`
+    STEPS_BY_SPEED = auto()
+    SCHEDULE = auto()  # `--schedule`, `--warmup` and `--scale-lr`
+    OWN_EPOCHS = auto()  # `--epoch-mode own`
+    OUTER_OPTIMIZER = auto()  # `--outer-lr` and `--outer-momentum`
+    GRADIENT_RULE = auto()  # A rule that is made for gradients, other than `plain`
+    DRIFT_RULE = auto()  # A rule that is made for drifts
+    WORKER_RULE = auto()  # A rule that has to know which worker sent a push
+    DROPPING_RULE = auto()  # A rule that drops stale pushes
+
+
+Refusals = Mapping[Feature, str]
+"""For each feature that is refused the reason, which goes on from "strategy NAME" and ends with what to do."""
+
+ONE_AT_A_TIME = "use sync, backup, async or bounded, or leave it out"
+_PLAIN = "use --rule plain, or --strategy async"
+NO_DRIFTS: Refusals = {
+    Feature.LOCAL_STEPS: "has no local steps; use local:H, diloco:H or async-local:H",
+    Feature.OUTER_OPTIMIZER: "has no drifts; use diloco:H",
+    Feature.DRIFT_RULE: "pushes gradients, and the rule is for drifts: use --rule auto",
+}
+ALONE: Refusals = {Feature.AGGREGATE: "applies one push at a time; use sync or backup:B, or leave it out"}
+NEEDS_SERVER: Refusals = {Feature.RING_PATH: "needs a server; use allreduce, local:H or diloco:H"}
+ON_SERVER: Refusals = {**NO_DRIFTS, **NEEDS_SERVER}
+IN_ROUNDS: Refusals = {
+    Feature.WORKER_RULE: f"averages the pushes of a round, and the rule has to know which worker sent each: {_PLAIN}",
+    Feature.DROPPING_RULE: f"averages the pushes of a round, and the rule drops single ones: {_PLAIN}",
+}
+STEPS_INSIDE: Refusals = {
+    Feature.SKIP_BATCH: "pushes several batches at once, and after the checkpoint perhaps others; "
+    "use --recovery checkpoint",
+}
+ON_RING: Refusals = {
+    Feature.ROBUST: "is a ring, where no server takes single pushes; leave it out, or use sync",
+    Feature.AGGREGATE: "is a ring, which adds pushes up on their way; use sync or backup:B",
+    Feature.SKIP_BATCH: "is a ring, where every worker has its own copy of the server; use --recovery checkpoint",
+    Feature.CODEC: f"compresses only between ranks that torchrun or srun started; {ONE_AT_A_TIME}",
+    Feature.PULL_CODEC: f"has no server that replies; {ONE_AT_A_TIME}",
+    Feature.ELASTIC: "is a ring, which no worker can join; use sync, async or bounded, or leave it out",
+    Feature.DRAIN: "is a ring, which no worker can leave: stop the run, or let it finish",
+    Feature.RESTART_WORKERS: "is a ring, which no worker can join again; use sync, async or bounded, or leave it out",
+    Feature.SERVER: "has no server: choose sync, async, bounded:S or backup:B",
+    Feature.TLS: "has no server; torch.distributed connects its ring, without encryption: leave it out",
+    Feature.CAPTURE: "exchanges inside its step; leave out one of the two",
+    Feature.STEPS_BY_SPEED: "is a ring, where no server compares the speeds of workers; add --path star",
+}
+RING_OR_STAR: Refusals = {
+    **ON_RING,
+    **{
+        feature: f"{ON_RING[feature]}, or add --path star"
+        for feature in (Feature.AGGREGATE, Feature.ROBUST, Feature.CODEC, Feature.PULL_CODEC, Feature.ELASTIC)
+    },
+}
+IN_OWN_LOOP: Refusals = {
+    Feature.RING_PATH: "exchanges with a server: leave it out",
+    Feature.SKIP_BATCH: "chooses its batches itself: use --recovery checkpoint",
+    Feature.SEVERAL_SERVERS: "has one server, which holds all weights: leave it out, or train a task",
+    Feature.OWN_EPOCHS: "makes its passes itself: leave it out",
+    Feature.CAPTURE: "computes its gradients itself: capture them there",
+}
+"""What a user's own loop refuses under every strategy; these reasons go on from "your own loop"."""
+OWN_LOOP_STEPS: Refusals = {
+    Feature.SCHEDULE: "steps with the optimizers of your own loop: use a torch scheduler there",
+}
+OWN_LOOP_OF_ALL: Refusals = {
+    Feature.ELASTIC: "is a fixed group, which no worker can join; use sync, async or bounded, or leave it out",
+    Feature.DRAIN: "is a fixed group, which no worker can leave: stop the run, or let it finish",
+    Feature.RESTART_WORKERS: "is a fixed group, which no worker can join again; use sync, async or bounded, "
+    "or leave it out",
+}
