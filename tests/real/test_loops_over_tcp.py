@@ -21,7 +21,9 @@ import os, sys, time, torch, paceline
 from torch.utils.data import DataLoader, TensorDataset
 from sizes import HIDDEN
 
-print("launcher:", sorted(name for name in os.environ if "RANK" in name or "WORLD_SIZE" in name), file=sys.stderr)
+of_ranks = ("RANK", "WORLD_SIZE", "PROCID", "LOCALID", "NPROCS", "TASKS", "TORCHELASTIC")
+seen = sorted(name for name in os.environ if any(word in name for word in of_ranks))
+print("launcher:", seen, "threads:", torch.get_num_threads(), file=sys.stderr)
 x = torch.randn(800, 4); y = (x[:, 0] > 0).long()
 layers = torch.nn.Linear(4, HIDDEN), torch.nn.BatchNorm1d(HIDDEN), torch.nn.Dropout(0.3), torch.nn.Linear(HIDDEN, 2)
 net = torch.nn.Sequential(*layers)
@@ -159,6 +161,30 @@ def test_torchrun_starts_a_script_that_does_not_know_of_it(tmp_path: Path) -> No
         "run", *RUN[:2], "--name", "here", "--seed", "3", "--strategy", "sync", "loop.py", "1", "0", cwd=tmp_path
     )
     assert here.process.returncode == 0
+    assert result_of(tmp_path / "runs/it")["weights_sha256"] == result_of(tmp_path / "runs/here")["weights_sha256"]
+
+
+def test_tasks_of_slurm_run_a_script_that_does_not_know_of_it(tmp_path: Path) -> None:
+    """Task 0 serves; the others find it by a file in --runs, which is gone at the end."""
+    words = ("run", "--name", "it", "--seed", "3", "--strategy", "sync", "loop.py", "1", "0")
+    shared = {
+        **{"SLURM_NODEID": "0", "SLURM_JOB_ID": "71", "SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": "localhost"},
+        **{"SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3"},
+        **{"SLURM_NPROCS": "3", "SLURM_TASKS_PER_NODE": "3", "SLURM_CPUS_PER_TASK": "1"},
+    }
+    with ExitStack() as stack:
+        tasks = [
+            stack.enter_context(Command(*words, cwd=tmp_path, environment={
+                **shared, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)
+            }))
+            for task in range(3)
+        ]  # fmt: skip
+        assert [task.finish() for task in tasks] == [0, 0, 0], [task.err for task in tasks]
+    assert "srun started 3 processes (world size 3): rank 0 serves 2 workers" in tasks[0].err
+    assert ["launcher: [] threads: 1" in task.err for task in tasks] == [False, True, True]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["it"]
+    here = run("run", *HERE, "--strategy", "sync", "loop.py", "1", "0", cwd=tmp_path)
+    assert here.process.returncode == 0, here.err
     assert result_of(tmp_path / "runs/it")["weights_sha256"] == result_of(tmp_path / "runs/here")["weights_sha256"]
 
 
