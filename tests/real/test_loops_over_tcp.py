@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.cluster_commands import serve, workers
 from tests.support.commands import Command, result_of, run, wait_for_records
+from tests.support.waiting import until
 
 RUN = ("--threads", "1", "--name", "it", "--seed", "3")
 HERE = ("--threads", "1", "--name", "here", "--seed", "3")
@@ -35,7 +36,7 @@ session = paceline.join()
 net, optimizer, scheduler, batches = session.prepare(net, optimizer, scheduler, batches)
 for epoch in range(int(sys.argv[1])):
     for a, b in batches:
-        time.sleep(float(sys.argv[2]))
+        time.sleep(0.0 if os.path.exists("hurry") else float(sys.argv[2]))
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(net(a), b).backward()
         optimizer.step()
@@ -112,15 +113,20 @@ def test_a_killed_server_that_restarts_loses_nothing_and_its_scripts_start_again
 
 def test_a_worker_that_the_server_has_dropped_joins_again(tmp_path: Path) -> None:
     """Its script starts from the top and goes on where it was."""
+    events = tmp_path / "runs/it/events.jsonl"
     with ExitStack() as stack:
-        flags = ("--strategy", "async", "--workers", "2")
-        server = serve(stack, tmp_path, *RUN, *flags, "--script", "loop.py", "3", "0.15")
+        flags = ("--strategy", "async", "--workers", "2", "--stall", "2")
+        server = serve(stack, tmp_path, *RUN, *flags, "--script", "loop.py", "3", "0.2")
         there = workers(stack, tmp_path, 2)
         wait_for_records(tmp_path / "runs/it", 12)
-        assert run("drain", "runs/it", "0", "--now", cwd=tmp_path).process.returncode == 0
+        there[0].process.send_signal(signal.SIGSTOP)
+        until(lambda: '"worker_lost"' in events.read_text(), "the loss of the stopped worker")
+        there[0].process.send_signal(signal.SIGCONT)
+        until(lambda: events.read_text().count('"worker_joined"') == 3, "the worker's return")
+        (tmp_path / "hurry").touch()  # the replay too
         assert [worker.finish() for worker in there] == [0, 0], there[0].err
         assert server.finish() == 0, server.err
-    assert sum("its script starts again" in worker.err for worker in there) == 1
+    assert [worker.err.count("its script starts again") for worker in there] == [1, 0]
     assert result_of(tmp_path / "runs/it")["samples"] == 2400
     replay(tmp_path)
 
