@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.cluster_commands import address_of, serve, workers
 from tests.support.commands import Command, result_of, run, wait_for_records
+from tests.support.waiting import until
 
 RUN = ("--threads", "1", "--name", "it", "--seed", "3")
 HERE = ("--threads", "1", "--name", "here", "--seed", "3")
@@ -21,7 +22,9 @@ import os, sys, time, torch, paceline
 from torch.utils.data import DataLoader, TensorDataset
 from sizes import HIDDEN
 
-print("launcher:", sorted(name for name in os.environ if "RANK" in name or "WORLD_SIZE" in name), file=sys.stderr)
+of_ranks = ("RANK", "WORLD_SIZE", "PROCID", "LOCALID", "NPROCS", "TASKS", "TORCHELASTIC")
+seen = sorted(name for name in os.environ if any(word in name for word in of_ranks))
+print("launcher:", seen, "threads:", torch.get_num_threads(), file=sys.stderr)
 x = torch.randn(800, 4); y = (x[:, 0] > 0).long()
 layers = torch.nn.Linear(4, HIDDEN), torch.nn.BatchNorm1d(HIDDEN), torch.nn.Dropout(0.3), torch.nn.Linear(HIDDEN, 2)
 net = torch.nn.Sequential(*layers)
@@ -33,7 +36,7 @@ session = paceline.join()
 net, optimizer, scheduler, batches = session.prepare(net, optimizer, scheduler, batches)
 for epoch in range(int(sys.argv[1])):
     for a, b in batches:
-        time.sleep(float(sys.argv[2]))
+        time.sleep(0.0 if os.path.exists("hurry") else float(sys.argv[2]))
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(net(a), b).backward()
         optimizer.step()
@@ -110,15 +113,20 @@ def test_a_killed_server_that_restarts_loses_nothing_and_its_scripts_start_again
 
 def test_a_worker_that_the_server_has_dropped_joins_again(tmp_path: Path) -> None:
     """Its script starts from the top and goes on where it was."""
+    events = tmp_path / "runs/it/events.jsonl"
     with ExitStack() as stack:
-        flags = ("--strategy", "async", "--workers", "2")
-        server = serve(stack, tmp_path, *RUN, *flags, "--script", "loop.py", "3", "0.15")
+        flags = ("--strategy", "async", "--workers", "2", "--stall", "2")
+        server = serve(stack, tmp_path, *RUN, *flags, "--script", "loop.py", "3", "0.2")
         there = workers(stack, tmp_path, 2)
         wait_for_records(tmp_path / "runs/it", 12)
-        assert run("drain", "runs/it", "0", "--now", cwd=tmp_path).process.returncode == 0
+        there[0].process.send_signal(signal.SIGSTOP)
+        until(lambda: '"worker_lost"' in events.read_text(), "the loss of the stopped worker")
+        there[0].process.send_signal(signal.SIGCONT)
+        until(lambda: events.read_text().count('"worker_joined"') == 3, "the worker's return")
+        (tmp_path / "hurry").touch()  # the replay too
         assert [worker.finish() for worker in there] == [0, 0], there[0].err
         assert server.finish() == 0, server.err
-    assert sum("its script starts again" in worker.err for worker in there) == 1
+    assert [worker.err.count("its script starts again") for worker in there] == [1, 0]
     assert result_of(tmp_path / "runs/it")["samples"] == 2400
     replay(tmp_path)
 
@@ -161,6 +169,30 @@ def test_torchrun_starts_a_script_that_does_not_know_of_it(tmp_path: Path) -> No
         "run", *RUN[:2], "--name", "here", "--seed", "3", "--strategy", "sync", "loop.py", "1", "0", cwd=tmp_path
     )
     assert here.process.returncode == 0
+    assert result_of(tmp_path / "runs/it")["weights_sha256"] == result_of(tmp_path / "runs/here")["weights_sha256"]
+
+
+def test_tasks_of_slurm_run_a_script_that_does_not_know_of_it(tmp_path: Path) -> None:
+    """Task 0 serves; the others find it by a file in --runs, which is gone at the end."""
+    words = ("run", "--name", "it", "--seed", "3", "--strategy", "sync", "loop.py", "1", "0")
+    shared = {
+        **{"SLURM_NODEID": "0", "SLURM_JOB_ID": "71", "SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": "localhost"},
+        **{"SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3"},
+        **{"SLURM_NPROCS": "3", "SLURM_TASKS_PER_NODE": "3", "SLURM_CPUS_PER_TASK": "1"},
+    }
+    with ExitStack() as stack:
+        tasks = [
+            stack.enter_context(Command(*words, cwd=tmp_path, environment={
+                **shared, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)
+            }))
+            for task in range(3)
+        ]  # fmt: skip
+        assert [task.finish() for task in tasks] == [0, 0, 0], [task.err for task in tasks]
+    assert "srun started 3 processes (world size 3): rank 0 serves 2 workers" in tasks[0].err
+    assert ["launcher: [] threads: 1" in task.err for task in tasks] == [False, True, True]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["it"]
+    here = run("run", *HERE, "--strategy", "sync", "loop.py", "1", "0", cwd=tmp_path)
+    assert here.process.returncode == 0, here.err
     assert result_of(tmp_path / "runs/it")["weights_sha256"] == result_of(tmp_path / "runs/here")["weights_sha256"]
 
 

@@ -31,6 +31,30 @@ print(cluster.address, flush=True)
 sys.stdin.read()
 cluster.shutdown()
 """
+LOOP = """
+import sys, time, torch, paceline
+from torch.utils.data import DataLoader, TensorDataset
+
+x = torch.randn(640, 4); y = (x[:, 0] > 0).long()
+net = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+batches = DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True)
+session = paceline.join()
+net, optimizer, batches = session.prepare(net, optimizer, batches)
+for epoch in range(int(open("epochs").read())):
+    for a, b in batches:
+        time.sleep(float(sys.argv[1]))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(a), b).backward()
+        optimizer.step()
+    if sys.argv[2:] == ["fails"]:
+        raise ValueError("wrong on purpose")
+session.finish()
+time.sleep(1.0)
+print("the script of worker", session.worker, "ends")
+"""
+LIKE_THERE = ("-n", "2", "--threads", "1", "--seed", "3")
+SCRIPT = ("run", "--engine", "ray", *LIKE_THERE)
 RUN = ("--engine", "ray", "--dataset", "fashion-mnist-sample", "--workers", "4", "--name", "it", "--seed", "3")
 
 
@@ -93,6 +117,61 @@ def test_killed_actors_come_back_and_nothing_is_lost(tmp_path: Path, cluster: st
     assert (result["status"], result["workers"]) == ("finished", 4)
     kinds = [json.loads(line)["kind"] for line in (folder / "events.jsonl").read_text().splitlines()]
     assert kinds.count("run_resumed") == 1
+    again = run("replay", "runs/it", cwd=tmp_path, seconds=120)
+    assert "identical to the run" in again.out, again.out + again.err
+
+
+def children(pid: int) -> list[int]:
+    """The processes that any thread of a process has started."""
+    found = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in found for child in file.read_text().split()]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cluster", [[{"num_cpus": 2}]], indirect=True)
+def test_own_loops_on_ray(tmp_path: Path, cluster: str) -> None:
+    """The bits of one machine; a killed script and a killed server come back; the user sees what scripts write."""
+    (tmp_path / "loop.py").write_text(LOOP)
+    (tmp_path / "epochs").write_text("2")
+    environment = {"RAY_ADDRESS": cluster}
+    there = run(
+        *SCRIPT,
+        "--strategy",
+        "sync",
+        "--name",
+        "there",
+        "loop.py",
+        "0",
+        cwd=tmp_path,
+        environment=environment,
+        seconds=200,
+    )
+    assert there.process.returncode == 0, there.err
+    assert {f"[worker {n}] the script of worker {n} ends" for n in (0, 1)} <= set(there.err.splitlines()), there.err
+    assert "will be retried" not in there.out + there.err  # no worker was ended before its script
+    here = run("run", *LIKE_THERE, "--strategy", "sync", "--name", "here", "loop.py", "0", cwd=tmp_path)
+    assert here.process.returncode == 0, here.err
+    assert result_of(tmp_path / "runs/there")["weights_sha256"] == result_of(tmp_path / "runs/here")["weights_sha256"]
+
+    fails = run(*SCRIPT, "--name", "no", "loop.py", "0", "fails", cwd=tmp_path, environment=environment, seconds=200)
+    assert fails.process.returncode == 1
+    assert "worker 0 ended: its script failed (exit code 1): ValueError: wrong on purpose" in fails.err, fails.err
+    assert "[worker 0] Traceback (most recent call last):" in fails.err
+
+    (tmp_path / "epochs").write_text("20")
+    folder = tmp_path / "runs/it"
+    arguments = (*SCRIPT, "--name", "it", "--strategy", "async", "--durable", "--checkpoint-every", "1")
+    with Command(*arguments, "loop.py", "0.05", cwd=tmp_path, environment=environment) as command:
+        wait_for_records(folder, 60, seconds=240)
+        (script,) = children(actors("WorkerActor")[0])
+        os.kill(script, signal.SIGKILL)
+        wait_for_joins(folder, 3)
+        (server,) = actors("ServerActor")
+        os.kill(server, signal.SIGKILL)
+        wait_for_joins(folder, 5)
+        assert command.finish(240) == 0, command.err
+    result = result_of(folder)
+    assert (result["status"], result["samples"], result["lost_pushes"]) == ("finished", 20 * 640, 0)
     again = run("replay", "runs/it", cwd=tmp_path, seconds=120)
     assert "identical to the run" in again.out, again.out + again.err
 

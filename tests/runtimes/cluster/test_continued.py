@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 
 from paceline.cli.main import main
-from paceline.config import RunConfig
+from paceline.config import RunConfig, is_script
 from paceline.core.messages import Join
 from paceline.data.datasets import resolve_dataset
 from paceline.errors import UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder
+from paceline.runs.recording import ScriptCall
 from paceline.runtimes.cluster import serve as network
 from paceline.runtimes.cluster.credentials import ListenOptions
 from paceline.runtimes.cluster.serve import serve_or_resume
+from paceline.runtimes.scripts.launch import settings_of_script
 from paceline.settings.resolve import resolve
 from tests.support.made_up_runs import log_inputs
 
@@ -31,7 +33,8 @@ def config(tmp_path: Path) -> RunConfig:
 
 def begun(config: RunConfig) -> RunFolder:
     """The folder of a run whose server was killed after a worker had joined, on a machine with more cores."""
-    folder = RunFolder.create(dataclasses.replace(resolve_dataset(resolve(config))[0], threads=64))
+    resolved = config if is_script(config) else resolve_dataset(resolve(config))[0]
+    folder = RunFolder.create(dataclasses.replace(resolved, threads=64))
     log_inputs(folder, [(Join(0, 0, 0), 0.0)])
     return folder
 
@@ -89,6 +92,22 @@ def test_what_would_be_ignored_is_refused(
     with pytest.raises(UserError, match=expected):
         serve_or_resume(dataclasses.replace(config, **change), ListenOptions(), QUIET)
     assert not calls
+
+
+def test_other_arguments_of_a_script_are_refused(
+    config: RunConfig, calls: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop.py").write_text("import paceline\n")
+    own = RunConfig(name="it", runs=config.runs, strategy="async", workers=2)
+    ScriptCall.of(["loop.py", "3"]).save(begun(settings_of_script(own, ["loop.py", "3"])[0]))
+    with pytest.raises(
+        UserError, match=r"started with 'loop\.py 3', and 'loop\.py 4' is asked: --continue needs the same"
+    ):
+        serve_or_resume(own, ListenOptions(), QUIET, ["loop.py", "4"])
+    assert not calls
+    serve_or_resume(own, ListenOptions(), QUIET, ["loop.py", "3"])
+    assert [name for name, *_ in calls] == ["serve_again"]
 
 
 def test_two_ways_to_resume_are_one_too_many(capsys: pytest.CaptureFixture[str]) -> None:

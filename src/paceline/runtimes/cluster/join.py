@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from paceline.config import RunConfig
 from paceline.data.datasets import Dataset, load, locate_data
@@ -16,6 +17,9 @@ from paceline.transports.connection import is_loopback, parse_address
 from paceline.transports.handshake import TlsExpected
 from paceline.transports.tls import Tls, worker_tls
 
+if TYPE_CHECKING:
+    from paceline.runtimes.scripts.remote.worker import WorkerCommand
+
 
 def join_server(options: ConnectOptions, console: Console) -> bool:
     """Work for a server until its run is over. Return False if the server is gone before that."""
@@ -26,12 +30,11 @@ def join_server(options: ConnectOptions, console: Console) -> bool:
     _require_device(options.device)
     from paceline.runtimes.cluster.worker import ServerAddress, WorkerOptions, work
     from paceline.runtimes.scripts.remote.client import StartAgain
-    from paceline.runtimes.scripts.remote.worker import WorkerCommand
 
     server = ServerAddress(options.connect, token_of(options), tls_of(options), options.patience)
     placed = options.threads, options.worker, options.overlap, options.device
     own = WorkerOptions(options.data_dir, *placed, script=options.script, weights=options.weights)
-    command = WorkerCommand.of(worker_flags(options), server.token)
+    command = script_worker(options)
     _warn_of_plain(options, console)
     try:
         return _over(options, lambda tls: work(dataclasses.replace(server, tls=tls), own, _load, console.note, command))
@@ -44,11 +47,11 @@ def join_server(options: ConnectOptions, console: Console) -> bool:
     return False
 
 
-def work_in_process(options: ConnectOptions) -> bool:
-    """Work for a server whose run has a script, in a process that ends with this one. Return whether it succeeded."""
-    from paceline.runtimes.scripts.remote.worker import WorkerCommand, work_in_processes
+def script_worker(options: ConnectOptions) -> WorkerCommand:
+    """The command of a process that works for a server whose run has a script."""
+    from paceline.runtimes.scripts.remote.worker import WorkerCommand
 
-    return work_in_processes(WorkerCommand.of(worker_flags(options), token_of(options)), [options.worker])
+    return WorkerCommand.of(worker_flags(options), token_of(options))
 
 
 def worker_flags(options: ConnectOptions) -> list[str]:

@@ -13,7 +13,7 @@ from paceline.errors import PacelineError, RunFailed, UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.cluster.credentials import ListenOptions
-from paceline.runtimes.cluster.join import join_server, work_in_process
+from paceline.runtimes.cluster.join import join_server, script_worker
 from paceline.runtimes.cluster.serve import Listening, Outcome, serve
 from paceline.settings.ranks import Rank
 from paceline.transports.auth import TOKEN_VARIABLE, ConnectOptions, make_token
@@ -111,6 +111,10 @@ def _linger(rank: Rank, store: RendezvousStore) -> None:
             return
 
 
+def _run_script_to_end(options: ConnectOptions) -> bool:
+    return script_worker(options).start(options.worker).wait() == 0
+
+
 def _follow(
     config: RunConfig, rank: Rank, store: RendezvousStore, console: Console, command: list[str] | None
 ) -> Outcome:
@@ -129,7 +133,8 @@ def _follow(
             options = replace(reached, threads=config.threads, weights=config.weights)
             if command is not None:
                 options = replace(options, script=command[0], data_dir=None, weights=None)
-            if not (join_server(options, console) if command is None else work_in_process(options)):
+            is_over = join_server(options, console) if command is None else _run_script_to_end(options)
+            if not is_over:
                 raise RunFailed(f"rank {rank.number} lost the server of rank 0: its own output says why")
             news = store.wait_for("result", RESULT_SECONDS)
     finally:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import RunConfig, from_dict, to_dict
+from paceline.config import RunConfig, to_dict
 from paceline.data.datasets import resolve_dataset
-from paceline.errors import PacelineError, RunFailed, UserError
+from paceline.errors import RunFailed, UserError
 from paceline.reports.console import Console
 from paceline.runs.folder import ALL_GONE, RunFolder, free_name, require_survivors
-from paceline.runtimes.cluster import join
 from paceline.runtimes.cluster import serve as network
-from paceline.runtimes.cluster.credentials import ListenOptions
+from paceline.runtimes.cluster.ray_actors import ActorStart, ServerActor, WorkerActor
 from paceline.runtimes.cluster.ray_placement import SERVER_CPUS, WorkerResources, placement
-from paceline.runtimes.cluster.serve import Listening, Outcome
+from paceline.runtimes.cluster.serve import Outcome
 from paceline.runtimes.scripts.launch import settings_of_script
 from paceline.settings.resolve import resolve
 from paceline.system.signals import stop_signals
@@ -29,89 +27,7 @@ from paceline.transports.auth import TOKEN_VARIABLE, ConnectOptions, make_token,
 MAX_RESTARTS = 10
 START_SECONDS = 300.0
 LOOK_SECONDS = 0.25
-MAX_ROWS = 1000
-
-
-class RelayConsole(Console):
-    """A console that keeps its rows for the command that started the run."""
-
-    def __init__(self) -> None:
-        super().__init__(quiet=True)
-        self.rows: deque[dict[str, Any]] = deque(maxlen=MAX_ROWS)
-
-    def report(self, row: dict[str, Any]) -> None:
-        """Keep one row of the run."""
-        self.rows.append(row)
-
-    def note(self, text: str) -> None:
-        """Keep one line of text."""
-        self.rows.append({"kind": "note", "text": text})
-
-    def take(self) -> list[dict[str, Any]]:
-        """Remove and return all rows."""
-        return [self.rows.popleft() for _ in range(len(self.rows))]
-
-
-class ServerActor:
-    """Serves one run. If Ray restarts it, it resumes from the run's folder, at the same address."""
-
-    def __init__(self, config: dict[str, Any], listen: str, token: str, tls: bool, command: list[str] | None) -> None:
-        os.environ[TOKEN_VARIABLE] = token
-        self._config, self._listen, self._tls, self._command = from_dict(config), listen, tls, command
-        self._relay = RelayConsole()
-        self._opened: Listening | None = None
-        self._stop_reason: str | None = None
-
-    def serve(self) -> dict[str, Any]:
-        """Serve until the run has ended. Return the error, if any."""
-        folder = RunFolder(Path(self._config.runs) / str(self._config.name))
-        try:
-            if folder.arrivals_file.exists():
-                network.serve_again(folder.path, ListenOptions(tls=self._tls), self._relay, tell=self._open)
-            else:
-                folder.discard_unstarted()
-                options = ListenOptions(self._listen, tls=self._tls)
-                network.serve(self._config, options, self._relay, self._open, self._command)
-        except PacelineError as error:
-            return {"failed": str(error), "code": error.exit_code}
-        return {}
-
-    def _open(self, opened: Listening) -> None:
-        self._opened = opened
-        if self._stop_reason is not None:
-            opened.stop(self._stop_reason)
-
-    def look(self) -> dict[str, Any]:
-        """Return the server's address, if it listens, and the rows to show."""
-        address = self._opened.address if self._opened is not None else None
-        return {"address": address, "rows": self._relay.take(), "pid": os.getpid()}
-
-    def stop(self, reason: str) -> None:
-        """End the run at the next safe moment."""
-        self._stop_reason = reason
-        if self._opened is not None:
-            self._opened.stop(reason)
-
-
-class WorkerActor:
-    """One worker, on any node. If Ray restarts it, it joins as a new incarnation."""
-
-    def __init__(self, token: str) -> None:
-        os.environ[TOKEN_VARIABLE] = token
-
-    def work(self, options: ConnectOptions) -> str | None:
-        """Work until training is over. Return the reason if the worker ends before that."""
-        try:
-            if options.script is not None:  # in a process: the server may have to start it again
-                return None if join.work_in_process(options) else "its script failed: see Ray's logs"
-            over = join.join_server(options, Console(quiet=True))
-        except PacelineError as error:
-            return str(error)
-        return None if over else f"the server at {options.connect} is gone"
-
-    def pid(self) -> int:
-        """The id of the actor's process."""
-        return os.getpid()
+ENDING_SECONDS = 10.0  # after the end of training: how long the workers' processes may take to end
 
 
 def require_ray() -> Any:
@@ -220,20 +136,21 @@ class RayActors:
         self._ray, self._config, self._each, self._console = ray, config, each, console
         self._script = command[0] if command is not None else None
         self._tls = wants_tls(tls, f"{address}:0")
-        self._token = os.environ.get(TOKEN_VARIABLE) or make_token().decode()
+        start = ActorStart(os.environ.get(TOKEN_VARIABLE) or make_token().decode(), str(Path.cwd()))
         place = PlacementGroupSchedulingStrategy
         lives = {"max_restarts": MAX_RESTARTS, "max_task_retries": MAX_RESTARTS}
         worker_lives = {**lives, "num_cpus": each.bundle["CPU"], "num_gpus": each.gpus}
         server_class = ray.remote(**lives, num_cpus=SERVER_CPUS, max_concurrency=3)(ServerActor)
         worker_class = ray.remote(**worker_lives, max_concurrency=2)(WorkerActor)
         server_options = server_class.options(scheduling_strategy=place(group, 0))
-        self.server = server_options.remote(to_dict(config), f"{address}:0", self._token, self._tls, command)
+        self.server = server_options.remote(start, to_dict(config), f"{address}:0", self._tls, command)
         self.workers = [
-            worker_class.options(scheduling_strategy=place(group, 1 + worker)).remote(self._token)
+            worker_class.options(scheduling_strategy=place(group, 1 + worker)).remote(start)
             for worker in range(config.workers or 1)
         ]
         self._ended = self.server.serve.remote()
         self._works: dict[Any, int] = {}
+        self._looks: dict[int, Any] = {}
 
     def start(self) -> None:
         """Wait until the server listens, then start all workers."""
@@ -261,6 +178,10 @@ class RayActors:
                     stopping = self._stop(reasons[0])
                 self._look()
                 self._hear_workers()
+            deadline = time.monotonic() + ENDING_SECONDS
+            while self._works and time.monotonic() < deadline:
+                self._ray.wait(list(self._works), timeout=LOOK_SECONDS)
+                self._hear_workers()
         self._look()
         try:
             answer: dict[str, Any] = self._ray.get(self._ended)
@@ -285,20 +206,35 @@ class RayActors:
         return address
 
     def _hear_workers(self) -> None:
-        """Note each worker that ended before training was over. If the last one does, end the run."""
+        """Note what scripts write, and each worker that ended before training was over. If the last one does, end."""
         if not self._works:
             return
         done, _ = self._ray.wait(list(self._works), num_returns=len(self._works), timeout=0.0)
+        for worker in self._works.values() if self._script is not None else ():
+            self._hear_script(worker)
         for work in done:
             worker = self._works.pop(work)
             try:
                 why = self._ray.get(work)
             except self._ray.exceptions.RayError as error:
                 why = f"its actor died for good ({_first_line(error)})"
+            if self._script is not None:
+                self._hear_script(worker, to_end=True)
             if why is not None:
                 self._console.note(f"worker {worker} ended: {why}")
                 if not self._works:
                     self._stop(ALL_GONE)
+
+    def _hear_script(self, worker: int, to_end: bool = False) -> None:
+        """Note the lines that a worker's script has written, and ask for the next ones."""
+        for seconds in (5.0, 5.0) if to_end else (0.0,):
+            look = self._looks.pop(worker, None) or self.workers[worker].look.options(max_task_retries=0).remote()
+            if not self._ray.wait([look], timeout=seconds)[0]:
+                self._looks[worker] = look  # it comes later, or its actor is being restarted
+                return
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                for line in self._ray.get(look):
+                    self._console.note(f"[worker {worker}] {line}")
 
     def _stop(self, reason: str) -> bool:
         """Ask the server to end the run. Return whether it got the message."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +147,9 @@ def _require_same_settings(config: RunConfig, folder: RunFolder, command: list[s
         if name not in (*UPKEEP, *ours) and asked[name] != before[name]:
             what = f"{folder.path} was started with {name} = {before[name]!r}, and {asked[name]!r} is asked"
             raise UserError(f"{what}: --continue needs the same settings; choose another --name for a new run")
+    if command is not None and command != (started := ScriptCall.load(folder).command):
+        what = f"{folder.path} was started with '{shlex.join(started)}', and '{shlex.join(command)}' is asked"
+        raise UserError(f"{what}: --continue needs the same command; choose another --name for a new run")
 
 
 def require_star(config: RunConfig, may_restart: bool) -> None:

@@ -134,7 +134,7 @@ def _work_in_script(
         first = options.worker
         return work_in_processes(command, [first if first is None else first + n for n in range(options.overlap + 1)])
     assert isinstance(client.first, LoopClient)
-    client.first.is_leaving = context.is_leaving
+    client.first.begin_script(context.is_leaving)
     config = replace(_config_of(welcome["config"]), threads=context.threads)
     work_in_script(client.first, welcome, config, options.script, context.say)
     return True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from safetensors.torch import load, save
@@ -26,12 +27,19 @@ class StartAgain(SystemExit):
 
 
 class LoopClient(TcpClient, ScriptTransport):
-    """A worker's connection to the server of users' own loops."""
+    """A worker's connection to the server of users' own loops. Before `begin_script`, it serves any worker."""
 
-    is_leaving: Callable[[], bool] = staticmethod(lambda: False)
-    """Whether this process was asked to leave the run: it does, by KeyboardInterrupt, after its push."""
+    _runs_script = False
+    _is_leaving: Callable[[], bool] = staticmethod(lambda: False)
     _num_requests = 0
     _initial_state: tuple[State, State] = ({}, {})
+
+    def begin_script(self, is_leaving: Callable[[], bool]) -> None:
+        """From now on a script calls this client: `StartAgain` ends it where other workers join again.
+
+        If `is_leaving` becomes true, KeyboardInterrupt ends it after its push.
+        """
+        self._runs_script, self._is_leaving = True, is_leaving
 
     def keep(self, frozen: State, optimizers: State) -> None:
         """Keep what no push brings, for a server that asks for it: frozen tensors, and states of used optimizers."""
@@ -48,11 +56,11 @@ class LoopClient(TcpClient, ScriptTransport):
 
     def exchange(self, push: Push, timing: Timing) -> Reply | None:
         """Send a push and wait for its reply. Return None if the server is gone for good."""
-        try:
+        if not self._runs_script:
+            return super().exchange(push, timing)
+        with self._starting_again():
             reply = self._unless_refused(super().exchange(push, timing))
-        except UnknownWorker:
-            raise StartAgain from None
-        if self.is_leaving():
+        if self._is_leaving():
             raise KeyboardInterrupt
         return reply
 
@@ -81,9 +89,17 @@ class LoopClient(TcpClient, ScriptTransport):
         return self._request(RequestKind.STATISTICS, lambda n: _of_size(state, n), samples, state) is not None
 
     def _asking(self, parts: list[memoryview], reading: Callable[[], Reading[Any]]) -> Any:
-        try:
+        with self._starting_again():
             return self._ask(parts, reading)
+
+    @contextlib.contextmanager
+    def _starting_again(self) -> Iterator[None]:
+        """End a script, which cannot join again in its process, if the server does not know this worker any more."""
+        try:
+            yield
         except UnknownWorker:
+            if not self._runs_script:
+                raise
             raise StartAgain from None
 
     def _request(

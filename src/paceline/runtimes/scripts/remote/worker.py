@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,13 +38,31 @@ class WorkerCommand:
     def replace_process(self, worker: int) -> None:
         """Run it in the place of this process, with a new interpreter."""
         os.chdir(self.cwd)
+        sys.stdout.flush()
+        sys.stderr.flush()
         os.execve(self.line[0], [*self.line, "--worker", str(worker)], self.environment)
 
-    def start(self, worker: int | None) -> subprocess.Popen[bytes]:
-        """Start it as a process that ends with this one."""
+    def start(self, worker: int | None, out: int | None = None) -> subprocess.Popen[str]:
+        """Start it as a process that ends with this one. All its output goes to `out`, if that is given."""
         number = ["--worker", str(worker)] if worker is not None else []
-        end_too = functools.partial(die_with, os.getpid())
-        return subprocess.Popen([*self.line, *number], cwd=self.cwd, env=self.environment, preexec_fn=end_too)
+        return subprocess.Popen(
+            [*self.line, *number],
+            stdout=out,
+            stderr=None if out is None else subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            cwd=self.cwd,
+            env=self.environment,
+            preexec_fn=functools.partial(die_with, os.getpid()),
+        )
+
+    def run(self, worker: int | None, pass_on: Callable[[str], None]) -> int:
+        """Run it to its end and return its exit code; `pass_on` gets each line that it writes."""
+        with self.start(worker, subprocess.PIPE) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                pass_on(line.rstrip())
+        return process.returncode
 
 
 def work_in_processes(command: WorkerCommand, workers: list[int | None]) -> bool:
@@ -61,6 +81,8 @@ def work_in_script(
     """
     served, worker = ServedScript.from_fields(welcome["script"]), welcome["worker"]
     line = served.find(script)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # often a log or a pipe: show what the script prints at once
+        sys.stdout.reconfigure(line_buffering=True)
     say(f"worker {worker} of {max_workers_of(config)}: {config.strategy}, {line[0]}, {config.threads} threads")
     try:
         run_script(WorkerEnv(config, worker, welcome["incarnation"], client, served.typed, None, client.keep), line)
