@@ -128,6 +128,9 @@ def serve_or_resume(
         folder.discard_unstarted()
         return serve(config, options, console, command=command)
     _require_same_settings(config, folder, command)
+    if command is not None and (before := ScriptCall.load(folder).command) != command:
+        what = f"{folder.path} was started with the script {' '.join(before)}, and {' '.join(command)} is asked"
+        raise UserError(f"{what}: --continue needs the same; choose another --name for a new run")
     result = folder.result()
     if result is not None and result["status"] != "stopped":
         return folder, result
@@ -277,10 +280,14 @@ def _serve_loops(
     with _stopping(order, line):
         _announce(order, own, listener, line, {})
         introductions.gather()
-        host, service = introductions.begin(facts, order.resume)
-        with torch.inference_mode():
-            service.run()
-        result = finish_loops(host)
+        try:
+            host, service = introductions.begin(facts, order.resume)
+            with torch.inference_mode():
+                service.run()
+            result = finish_loops(host)
+        except UserError as error:  # of the script: to resume the run would not help
+            introductions.dismiss(str(error))
+            raise
     service.observers.end()
     return result
 
