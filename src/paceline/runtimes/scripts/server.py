@@ -31,12 +31,24 @@ from paceline.runtimes.server.process import reporting
 from paceline.runtimes.server.runtime import Peers, Runtime
 from paceline.runtimes.server.service import Service, SupervisorChannel
 from paceline.tasks.script_model import ScriptModel, load_tensors
-from paceline.transports.frames import ANYTHING, OBJECT, Field, Schema, checked, integer, listed, nullable, record, text
+from paceline.transports.frames import (
+    ANYTHING,
+    OBJECT,
+    Field,
+    Schema,
+    checked,
+    integer,
+    listed,
+    nullable,
+    number,
+    record,
+    text,
+)
 from paceline.transports.protocol import Hello, InitialTensors, unreadable
 from paceline.transports.shared_memory import SharedMemoryPeer
 
 NO_STEP = "no step reached the server: give session.prepare(...) the optimizer whose step() the loop calls"
-MAX_NOTE = 1 << 12
+MAX_NOTE, MAX_NUMBER = 1 << 12, 1e15
 _LENGTH = integer(0, 1 << 48)
 
 
@@ -46,16 +58,27 @@ def _is_row(value: Any) -> bool:
 
 
 _ROW = Field("the name, shape, offset and decay of a tensor", _is_row)
-_DECIDED = Field(
-    "settings that a script may decide",
-    lambda value: isinstance(value, dict) and value.keys() <= set(SCRIPT_MAY_DECIDE),
-)
+
+
+def _is_decided(value: Any) -> bool:
+    if not isinstance(value, dict) or not value.keys() <= set(SCRIPT_MAY_DECIDE):
+        return False
+    try:
+        from_dict(value)
+    except UserError:
+        return False
+    return True
+
+
+_DECIDED = Field("settings that a script may decide", _is_decided)
 _NAMES = Field("names by name", lambda value: isinstance(value, dict) and all(type(v) is str for v in value.values()))
 LOOP_FACTS: Schema = {
     **dict.fromkeys(("layout", "state_layout"), listed(_ROW, 0, 1 << 20)),
     "num_samples": nullable(integer(0, 1 << 48)),
     "steps": nullable(integer(1, 1 << 48)),
-    **dict.fromkeys(("order", "skew", "epochs"), ANYTHING),
+    "order": ANYTHING,
+    "skew": nullable(number(0.0, MAX_NUMBER)),
+    "epochs": nullable(number(0.0, MAX_NUMBER)),
     **dict.fromkeys(("batch_size", "max_samples"), integer(1)),
     "settings": _DECIDED,
     "sources": nullable(_NAMES),
