@@ -11,7 +11,7 @@ import torch
 
 from paceline.config import SCRIPT, RunConfig
 from paceline.core.buffers import BufferSizes, WorkerBuffers
-from paceline.core.messages import Join, Push, Reply
+from paceline.core.messages import Disposition, Join, Push, Reply
 from paceline.interfaces import State, pack
 from paceline.runs.arrival_log import read_arrivals
 from paceline.runs.folder import RunFolder
@@ -89,9 +89,10 @@ class ServedLoops:
         return LoopWorker(self, worker, address or self.listener.address)
 
     def log(self) -> list[tuple[Any, ...]]:
-        """The inputs in the run's log, without their times."""
+        """The inputs in the run's log, without their times and without pushes that were sent again."""
         records, _ = read_arrivals(self.folder.arrivals_file, self.folder.config())
-        return [(record.kind, record.worker, record.seq, record.samples) for record in records]
+        taken = [record for record in records if record.disposition != Disposition.REPEATED]
+        return [(record.kind, record.worker, record.seq, record.samples) for record in taken]
 
 
 class LoopWorker:

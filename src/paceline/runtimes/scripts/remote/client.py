@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from safetensors import SafetensorError
@@ -25,12 +26,14 @@ from paceline.transports.frames import (
     read_bytes,
 )
 from paceline.transports.protocol import RequestKind, ScriptTransport, Timing
-from paceline.transports.tcp_client import TcpClient
+from paceline.transports.tcp_client import FIRST_PATIENCE_SECONDS, TcpClient
 from paceline.transports.tcp_server import FROZEN, USED, WEIGHTS
 
 ReadAnswer = Callable[[int], Reading[None]]
 """Reads an answer of so many bytes; raises ProtocolError if there is no place of that size. Called again after a
 reconnect in the middle of the answer."""
+_SAME_PLACE = ("worker", "incarnation", "run", "config", "script")
+"""What a new welcome must repeat so that a script that has not joined yet can go on with it."""
 
 
 class StartAgain(SystemExit):
@@ -44,6 +47,19 @@ class LoopClient(TcpClient, ScriptTransport):
     """Whether this process was asked to leave the run: it does, by KeyboardInterrupt, after its push."""
     _num_requests = 0
     _initial_state: tuple[State, State] = ({}, {})
+    _welcome: Mapping[str, Any] = MappingProxyType({})
+
+    def apply(
+        self,
+        fields: Mapping[str, Any],
+        patience: float = FIRST_PATIENCE_SECONDS,
+        beats: bool = True,
+        fresh: Callable[[], Mapping[str, Any]] = dict,
+    ) -> dict[str, Any]:
+        """Ask to join, and keep the welcome: the script begins with what it says."""
+        welcome = super().apply(fields, patience, beats, fresh)
+        self._welcome = welcome
+        return welcome
 
     @property
     def has_joined(self) -> bool:
@@ -56,12 +72,21 @@ class LoopClient(TcpClient, ScriptTransport):
 
     def hello(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | None:
         """Join, with the initial weights if the server asks for them, and wait for the first weights."""
-        frame = self._begin(join, memory, facts)
-        reply = self._unless_refused(self._asking([frame], lambda: self._reply_or_wanted(join)))
+        reply = self._unless_refused(self._join(join, memory, facts))
         if reply is not None and not isinstance(reply, Reply):
             reply = self._unless_refused(self._asking(self._initial(memory), lambda: self._reply(join)))
         self._initial_state = {}, {}
         return reply if isinstance(reply, Reply) else None
+
+    def _join(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | FrameKind | None:
+        """Say hello, and again to a server that has forgotten this worker before that and still has its place."""
+        while True:
+            frame = self._begin(join, memory, facts)
+            try:
+                return self._ask([frame], lambda: self._reply_or_wanted(join))
+            except UnknownWorker as unknown:
+                if any(unknown.welcome.get(name) != self._welcome.get(name) for name in _SAME_PLACE):
+                    raise StartAgain from None
 
     def exchange(self, push: Push, timing: Timing) -> Reply | None:
         """Send a push and wait for its reply. Return None if the server is gone for good."""

@@ -1,0 +1,101 @@
+"""Own loops over TCP in one process: cut at any byte they give the bits of an uncut run; liars are expelled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import ProtocolError, UserError
+from paceline.runs.events import read_events
+from paceline.transports import tcp_client
+from tests.support.served_loops import LoopWorker, ServedLoops, in_thread
+from tests.support.small_star import Wire
+from tests.support.waiting import until
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_client, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(tcp_client, "MAX_PAUSE", 0.02)
+
+
+def train(folder: Path, cuts: list[tuple[str, int]], **settings: Any) -> tuple[list[Tensor], list[Any], int]:
+    """Two optimizers, an evaluation, their state and the final weights; also the log, and how many connections."""
+    torch.manual_seed(1)
+    maker, critic = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+    first, second = torch.optim.Adam(maker.parameters(), lr=0.1), torch.optim.SGD(critic.parameters(), lr=0.1)
+    with ServedLoops(folder, **settings) as served, Wire(served.listener.address, cuts) as wire:
+        worker = served.worker(address=wire.address)
+        session = worker.session()
+        maker, critic, first, second = session.prepare(maker, critic, first, second)
+        for step in range(3):
+            inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+            for optimizer in (first, second):
+                optimizer.zero_grad()
+                critic(maker(inputs)).square().sum().backward()
+                optimizer.step()
+            with session.eval_weights():
+                critic(maker(inputs))
+        state = first.state_dict()["state"]
+        session.finish()
+        worker.client.close()
+        served.wait()
+        assert served.error is None, served.error
+    tensors = [*maker.state_dict().values(), *critic.state_dict().values(), state[0]["exp_avg"]]
+    return [tensor.clone() for tensor in tensors], served.log(), wire.num_connections
+
+
+@pytest.mark.parametrize("settings", [{}, {"codec": "int8"}], ids=["plain", "codec"])
+def test_cut_connections_change_nothing(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The hello, the initial weights, pushes, evaluations and states are cut in the middle, on both ways."""
+    tensors, log, num_connections = train(tmp_path / "whole", [], **settings)
+    assert num_connections == 1
+    cuts = [(way, 450 + 310 * number) for number in range(14) for way in ("up", "down")]
+    again, log_again, num_again = train(tmp_path / "cut", cuts, **settings)
+    assert num_again > 10
+    assert all(map(torch.equal, tensors, again)) and log == log_again
+
+
+def num_expelled(served: ServedLoops) -> int:
+    return sum(row["kind"] == "expelled" for row in read_events(served.folder.events_file))
+
+
+def ask_for_optimizer_200(liar: LoopWorker) -> None:
+    liar.client.read_optimizer(200)
+
+
+def push_for_optimizer_200(liar: LoopWorker) -> None:
+    liar.push(optimizer=200)
+
+
+def skip_a_number(liar: LoopWorker) -> None:
+    liar.client._num_requests = 5
+    liar.client.read_weights(final=False)
+
+
+LIES = [ask_for_optimizer_200, push_for_optimizer_200, skip_a_number]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("lie", LIES)
+def test_a_loop_that_asks_for_what_does_not_exist_is_expelled_and_the_run_goes_on(
+    tmp_path: Path, lie: Any, workers: int
+) -> None:
+    with ServedLoops(tmp_path, workers=workers) as served:
+        liars = [served.worker(number) for number in range(workers)]
+        for thread in [in_thread(liar.hello) for liar in liars]:
+            thread.join(20)
+        for liar in liars:
+            with pytest.raises((UserError, ProtocolError)):
+                lie(liar)
+        until(lambda: num_expelled(served) == workers, lambda: f"{served.notes} {served.error}", 10)
+        honest = served.worker(0)
+        honest.hello()
+        honest.push()
+        honest.finish()
+        served.wait()
+    assert served.error is None and served.result is not None and served.result["updates"] == 1
