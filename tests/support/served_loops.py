@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ class ServedLoops:
         **settings: Any,
     ) -> None:
         asked = RunConfig(**{"strategy": "async", **settings}, task=f"{SCRIPT}:loop", runs=str(folder), name="run")
-        self.config = resolve_own_loop(asked.__class__(**{**vars(asked), "workers": workers, "threads": 1}))
+        self.config = resolve_own_loop(dataclasses.replace(asked, workers=workers, threads=1))
         self.folder = RunFolder.create(self.config)
         self.notes: list[str] = []
         self.error: BaseException | None = None
@@ -52,6 +53,7 @@ class ServedLoops:
         self.line = ForegroundChannel(lambda row: self.notes.append(str(row.get("text"))))
         run = UnstartedRun(self.config, self.folder, first_incarnation)
         self.introductions = Introductions(run, self.listener, self.line, {}, wait_seconds)
+        self._clients: list[LoopClient] = []
         self._thread = threading.Thread(target=self._serve)
 
     def _serve(self) -> None:
@@ -76,17 +78,22 @@ class ServedLoops:
         with contextlib.suppress(OSError):
             self.line.stop("interrupted")
         self.wait()
+        for client in self._clients:
+            client.abandon()
+            client.close()
         for one in (self.line.connection, self.line._other):
             one.close()
 
     def wait(self) -> None:
         """Until the run is over."""
-        self._thread.join(15)
+        self._thread.join(20)
         assert not self._thread.is_alive()
 
     def worker(self, worker: int | None = None, address: str | None = None) -> LoopWorker:
         """A worker that the server has welcomed."""
-        return LoopWorker(self, worker, address or self.listener.address)
+        made = LoopWorker(self, worker, address or self.listener.address)
+        self._clients.append(made.client)
+        return made
 
     def log(self) -> list[tuple[Any, ...]]:
         """The inputs in the run's log, without their times and without pushes that were sent again."""

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import ProtocolError, UserError
+from paceline.errors import ProtocolError, RunFailed, UserError
 from paceline.runs.events import read_events
+from paceline.runtimes.server import remote_service, service
 from paceline.transports import tcp_client
 from tests.support.served_loops import LoopWorker, ServedLoops, in_thread
 from tests.support.small_star import Wire
@@ -99,3 +100,50 @@ def test_a_loop_that_asks_for_what_does_not_exist_is_expelled_and_the_run_goes_o
         honest.finish()
         served.wait()
     assert served.error is None and served.result is not None and served.result["updates"] == 1
+
+
+def test_a_run_that_is_stopped_before_the_first_step_says_so(tmp_path: Path) -> None:
+    with ServedLoops(tmp_path) as served:
+        worker = served.worker()
+        worker.hello()
+        served.line.stop("interrupted")
+        until(lambda: served.introductions.peers.by_worker, "the worker")
+        worker.finish()
+        served.wait()
+    assert isinstance(served.error, RunFailed)
+    assert str(served.error) == "interrupted, before the first step of a script: nothing was trained"
+
+
+def test_a_stopped_run_is_saved_although_a_script_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker whose heartbeats go on would be waited for without end."""
+    monkeypatch.setattr(service, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(remote_service, "STOP_SECONDS", 0.0)
+    with ServedLoops(tmp_path) as served:
+        hangs = served.worker()
+        hangs.hello()
+        hangs.push()
+        served.line.stop("interrupted")
+        served.wait()
+        hangs.client.abandon()
+    assert served.error is None and served.result is not None and served.result["updates"] == 1
+    assert any("worker 0 has not ended its script" in note for note in served.notes)
+
+
+def test_a_worker_that_has_finished_waits_for_one_that_is_still_in_its_scripts_start(tmp_path: Path) -> None:
+    with ServedLoops(tmp_path, workers=2) as served:
+        first, lost = served.worker(0), served.worker(1)
+        for thread in [in_thread(first.hello), in_thread(lost.hello)]:
+            thread.join(20)
+        first.push(1.0)
+        lost.client.close()
+        until(lambda: list(served.introductions.peers.by_worker) == [0], "the end of worker 1")
+        late = served.worker(1)
+        ends = in_thread(first.finish)
+        until(lambda: ("leave", 0, 1, 0) in served.log(), lambda: f"the end of worker 0's loop: {served.log()}", 10)
+        assert ends.is_alive()
+        late.hello()
+        late.push(2.0)
+        late.finish()
+        ends.join(20)
+        served.wait()
+    assert served.error is None and served.result is not None and served.result["updates"] == 2

@@ -21,7 +21,7 @@ from paceline.core.server import Server
 from paceline.core.worker import LocalWorker
 from paceline.errors import ProtocolError, RunFailed, UserError
 from paceline.interfaces import Layout, Report
-from paceline.runs.folder import RunFolder
+from paceline.runs.folder import NOT_COME, RunFolder
 from paceline.runs.recording import ScriptCall
 from paceline.runs.recovery import kept_pushes, rebuild
 from paceline.runtimes.scripts.optimizer import MAX_OPTIMIZERS, split_states
@@ -30,6 +30,7 @@ from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.process import reporting
 from paceline.runtimes.server.runtime import Peers, Runtime
 from paceline.runtimes.server.service import Service, SupervisorChannel
+from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.tasks.script_model import ScriptModel, load_tensors
 from paceline.transports.frames import (
     ANYTHING,
@@ -184,6 +185,8 @@ def finish_loops(host: Host) -> dict[str, Any]:
     """Save the weights and the result after the last script has left, and close the host; return the result."""
     if not host.server.pushes:
         host.close()
+        if host.stop_reason in (INTERRUPTED, TERMINATED, NOT_COME):
+            raise RunFailed(f"{host.stop_reason}, before the first step of a script: nothing was trained")
         raise UserError(NO_STEP)
     result = host.finish()
     host.close()
