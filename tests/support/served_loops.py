@@ -8,8 +8,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from paceline.config import SCRIPT, RunConfig
 from paceline.core.buffers import BufferSizes, WorkerBuffers
 from paceline.core.messages import Disposition, Join, Push, Reply
@@ -17,7 +15,6 @@ from paceline.interfaces import State, pack
 from paceline.runs.arrival_log import read_arrivals
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.scripts.remote.client import LoopClient
-from paceline.runtimes.scripts.server import finish_loops
 from paceline.runtimes.scripts.serving.introductions import Introductions, UnstartedRun
 from paceline.runtimes.scripts.session import Session, WorkerEnv
 from paceline.runtimes.server.remote_service import ForegroundChannel
@@ -58,11 +55,7 @@ class ServedLoops:
 
     def _serve(self) -> None:
         try:
-            self.introductions.gather()
-            host, service = self.introductions.begin({}, resume=False)
-            with torch.inference_mode():
-                service.run()
-            self.result = finish_loops(host)
+            self.result = self.introductions.serve({}, resume=False)
         except BaseException as error:
             self.error = error
         finally:
@@ -109,7 +102,7 @@ class LoopWorker:
         self.served, self.client = served, LoopClient(address, TOKEN, patience=20)
         self.welcome = self.client.apply({"version": package_version("paceline"), "worker": worker}, patience=5)
         self.number, self.incarnation = self.welcome["worker"], self.welcome["incarnation"]
-        self.memory = WorkerBuffers.private(BufferSizes(LAYOUT.size))
+        self.memory = WorkerBuffers.private(BufferSizes(LAYOUT.size, loop=3))
         self.reply: Reply | None = None
 
     def session(self) -> Session:
@@ -121,7 +114,7 @@ class LoopWorker:
         """Say hello for a loop without an optimizer, that is true except for these facts."""
         self.client.keep(frozen or {}, used or {})
         join = Join(self.number, self.incarnation, None, 1, own_loop=True)
-        told = first_facts(LAYOUT, **{"settings": {"lr": 0.1}, **facts})
+        told = first_facts(LAYOUT, **{"settings": {"lr": 0.1}, "numbers": 3, **facts})
         self.reply = self.client.hello(join, self.memory, told)
         return self.reply
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import ProtocolError, RunFailed, UserError
+from paceline.errors import DiskError, ProtocolError, RunFailed, UserError
 from paceline.runs.events import read_events
 from paceline.runtimes.server import remote_service, service
 from paceline.transports import tcp_client
@@ -78,7 +79,17 @@ def skip_a_number(liar: LoopWorker) -> None:
     liar.client.read_weights(final=False)
 
 
-LIES = [ask_for_optimizer_200, push_for_optimizer_200, skip_a_number]
+def be_nowhere(liar: LoopWorker) -> None:
+    liar.memory.loop.fill_(math.nan)
+    liar.push()
+
+
+def be_far_away(liar: LoopWorker) -> None:
+    liar.memory.loop.fill_(2.0**40)
+    liar.push()
+
+
+LIES = [ask_for_optimizer_200, push_for_optimizer_200, skip_a_number, be_nowhere, be_far_away]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -147,3 +158,44 @@ def test_a_worker_that_has_finished_waits_for_one_that_is_still_in_its_scripts_s
         ends.join(20)
         served.wait()
     assert served.error is None and served.result is not None and served.result["updates"] == 2
+
+
+def test_workers_learn_why_their_script_cannot_be_trained(tmp_path: Path) -> None:
+    with ServedLoops(tmp_path, workers=2, strategy="sync") as served:
+        first, second = served.worker(0), served.worker(1)
+        for thread in [in_thread(first.hello), in_thread(second.hello)]:
+            thread.join(20)
+        told: list[str] = []
+
+        def push() -> None:
+            with pytest.raises(UserError) as error:
+                first.push(1.0)
+            told.append(str(error.value))
+
+        waits = in_thread(push)
+        until(lambda: ("push", 0, 0, 10) in served.log(), "the first push")
+        with pytest.raises(UserError, match="workers 0 and 1 pushed the same gradient first"):
+            second.push(1.0)
+        waits.join(20)
+        served.wait()
+    assert isinstance(served.error, UserError) and "pushed the same gradient first" in told[0]
+
+
+@pytest.mark.parametrize(("error", "is_told"), [(UserError("of the script"), True), (DiskError("full"), False)])
+def test_workers_wait_for_a_server_whose_disk_is_full(tmp_path: Path, error: UserError, is_told: bool) -> None:
+    """It can be resumed when there is room again."""
+    with ServedLoops(tmp_path) as served:
+        worker = served.worker()
+        with pytest.raises(UserError), served.introductions._telling(UserError):
+            raise error
+        told: list[str] = []
+
+        def say_hello() -> None:
+            try:
+                worker.hello()
+            except UserError as refusal:
+                told.append(str(refusal))
+
+        in_thread(say_hello).join(20)
+        worker.client.close()
+    assert [text.endswith("of the script") for text in told] == [True] * is_told

@@ -267,9 +267,6 @@ def _serve_loops(
     order: _ServeOrder, own: Credentials, listener: Listener, line: ForegroundChannel, facts: dict[str, Any]
 ) -> dict[str, Any]:
     """Serve users' own loops: the first worker that says hello tells the model."""
-    import torch
-
-    from paceline.runtimes.scripts.server import finish_loops
     from paceline.runtimes.scripts.serving.introductions import Introductions, UnstartedRun
 
     assert order.script is not None
@@ -279,17 +276,7 @@ def _serve_loops(
     introductions = Introductions(run, listener, line, welcome, order.options.wait)
     with _stopping(order, line):
         _announce(order, own, listener, line, {})
-        introductions.gather()
-        try:
-            host, service = introductions.begin(facts, order.resume)
-            with torch.inference_mode():
-                service.run()
-            result = finish_loops(host)
-        except UserError as error:  # of the script: to resume the run would not help
-            introductions.dismiss(str(error))
-            raise
-    service.observers.end()
-    return result
+        return introductions.serve(facts, order.resume)
 
 
 def _stopping(order: _ServeOrder, line: ForegroundChannel) -> contextlib.AbstractContextManager[object]:

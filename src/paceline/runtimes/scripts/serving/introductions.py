@@ -5,22 +5,26 @@ Only a worker knows the model. Until it has said hello, there is no server and n
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from paceline.config import RunConfig, max_workers_of
 from paceline.core.membership import Member
 from paceline.core.messages import EstimatedStatistics, Push, ReadOptimizer, ReadWeights
-from paceline.errors import PacelineError, ProtocolError, RunFailed
+from paceline.errors import DiskError, PacelineError, ProtocolError, RunFailed, UserError
 from paceline.runs.folder import NOT_COME, RunFolder
 from paceline.runtimes.scripts.served_loop import keep_in
 from paceline.runtimes.scripts.server import (
     LearnedRun,
     check_facts,
     expected_facts,
+    finish_loops,
     host_of_loops,
     learn,
     loop_sizes,
@@ -82,19 +86,41 @@ class Introductions:
         self._began = time.monotonic()
         self._remind_after = REMIND_SECONDS
 
+    def serve(self, facts: dict[str, Any], resume: bool) -> dict[str, Any]:
+        """Serve the run from its first worker to its end; return the result."""
+        self.gather()
+        with self._telling(UserError):  # of the script: to resume the run would not help
+            host, service = self.begin(facts, resume)
+            try:
+                with torch.inference_mode():
+                    service.run()
+            except UserError:
+                host.close()
+                raise
+        result = finish_loops(host)
+        service.observers.end()
+        return result
+
     def gather(self) -> None:
         """Serve until the model is known. Raise RunFailed if the run is stopped before, and tell the workers why."""
-        try:
+        with self._telling(PacelineError):
             self._gather()
-        except PacelineError as error:
-            self.dismiss(str(error))
-            raise
 
-    def dismiss(self, why: str) -> None:
-        """Tell all workers that the run has failed: they need not wait for a server that comes back."""
-        for peer in self.peers.by_worker.values():
-            if peer.fileno() >= 0:
-                peer.dismiss(why)
+    @contextlib.contextmanager
+    def _telling(self, kind: type[PacelineError]) -> Iterator[None]:
+        """Tell all workers of such an error: they need not wait for a server that comes back.
+
+        After an error of the disk it may come back.
+        """
+        try:
+            yield
+        except DiskError:
+            raise
+        except kind as error:
+            for peer in self.peers.by_worker.values():
+                if peer.fileno() >= 0:
+                    peer.dismiss(str(error))
+            raise
 
     def _gather(self) -> None:
         loop = self.peers.loop

@@ -108,7 +108,8 @@ class LoopRequests(LoopService):
         ProtocolError if it is for an optimizer that does not exist, or says a place in the data that is none.
         """
         server = self._of_optimizer(push.worker, push.optimizer)
-        places = push.loop[: server.own_loops.layout.num_places] if push.loop is not None else push.state[:0]
+        layout, says = server.own_loops.layout, push.loop if push.loop is not None else push.state[:0]
+        places = says[: layout.num_places] if layout.size else says  # without an optimizer a loop says nothing else
         if not bool((places.abs() <= MAX_PLACE).all()):
             raise ProtocolError(f"worker {push.worker} said that its loop is at {places.tolist()}")
         if self._first_pushes is not None:
