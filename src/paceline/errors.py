@@ -2,7 +2,8 @@
 
     PacelineError            the root; the command line prints it as one line, without a traceback
     ├── UserError            the request cannot be met: exit code 2
-    │   └── DataError        a data file is missing, truncated or corrupted
+    │   ├── DataError        a data file is missing, truncated or corrupted
+    │   └── DiskError        the run's disk is full, read-only or broken; the run can be resumed
     ├── Diverged             training produced a NaN or an infinity: exit code 3
     ├── RunFailed            a process died, or the machine ran out of a resource: exit code 1
     │   └── ServerLost       the server process was killed; every acknowledged push is in the run folder
@@ -40,6 +41,10 @@ class UserError(PacelineError):
 
 class DataError(UserError):
     """A data set is missing, or its content is not what its name promises."""
+
+
+class DiskError(UserError):
+    """The run folder cannot be written; once its disk is mended, the run can be resumed."""
 
 
 class Diverged(PacelineError):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.settings.ranks import SLURM_VARIABLES, VARIABLES, Rank, config_of, rank_here
+from paceline.settings.ranks import SLURM_VARIABLES, VARIABLES, Rank, config_of, hide_launcher, rank_here
 
 STEP = {
     "SLURM_PROCID": "3",
@@ -106,3 +108,14 @@ def test_on_a_star_the_first_process_serves() -> None:
         UserError, match=r"launcher started 4 processes of this command: strategy classic is one worker"
     ):
         config_of(of(4), RunConfig(strategy="classic"))
+
+
+def test_a_script_does_not_see_that_a_launcher_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With any of these it would start DDP, or wait for others."""
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    launched |= {"TORCHELASTIC_RUN_ID": "x", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "PMIX_RANK": "1"}
+    kept = {"SLURM_JOB_ID": "7", "PACELINE_TOKEN": "t", "CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "1"}
+    monkeypatch.setattr(os, "environ", {**launched, **kept})
+    hide_launcher()
+    assert os.environ == kept
+    assert rank_here() is None

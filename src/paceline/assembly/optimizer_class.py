@@ -50,7 +50,7 @@ def _find_class(module: str, name: str, script: Path | None) -> type[Optimizer]:
         found: Any = _script_module(script) if module == "__main__" else _import(module, script)
         for part in name.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError, NameError, TypeError, SyntaxError) as error:
+    except (Exception, SystemExit) as error:
         what = f"optimizer {name}: the server cannot import it from {module if module != '__main__' else script}"
         raise UserError(f"{what} ({in_a_line(error)}): define it in a module of its own beside the script") from None
     if not (isinstance(found, type) and issubclass(found, Optimizer)):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import SCHEMA, RunConfig, from_dict, is_script, is_simulated, read_toml, to_dict, to_toml
-from paceline.errors import RunFailed, UserError
+from paceline.errors import DiskError, RunFailed, UserError
 from paceline.runs.arrival_log import require_same_config
 from paceline.runs.durable_files import opened_folder, sync_folder, write_atomically
 from paceline.runs.events import RESULT_TYPES
@@ -132,7 +132,7 @@ class RunFolder:
                 raise
             raise self.disk_error(error) from None
 
-    def disk_error(self, error: OSError, update: int | None = None) -> UserError:
+    def disk_error(self, error: OSError, update: int | None = None) -> DiskError:
         """Return the one line for a disk that is full, read-only or broken; the run had reached `update`."""
         what, remedy = f"writing failed ({error.strerror or error})", "check the disk"
         if error.errno in _NO_ROOM:
@@ -144,7 +144,7 @@ class RunFolder:
         with contextlib.suppress(OSError, UserError):
             if not self.is_unstarted():
                 way_on = self.resume_hint(self.config())
-        return UserError(f"{what} in {where}: {remedy}, then {way_on}")
+        return DiskError(f"{what} in {where}: {remedy}, then {way_on}")
 
     def resume_hint(self, config: RunConfig) -> str:
         """Return how to continue after an early end."""

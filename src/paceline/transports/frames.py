@@ -69,6 +69,7 @@ MAX_HELLO = MAX_SHARD = 1 << 24
 MAX_PIECE = 1 << 20  # the most bytes of a file in one frame
 MAX_REASON = 512  # characters of a refusal
 UINT32 = (1 << 32) - 1
+ARRIVING_NBYTES = 1 << 22
 
 
 def padding(nbytes: int) -> bytes:
@@ -115,6 +116,14 @@ def read_bytes(nbytes: int) -> Reading[bytearray]:
     place = bytearray(nbytes)
     yield memoryview(place)
     return place
+
+
+def read_arriving(nbytes: int) -> Reading[bytearray]:
+    """Read perhaps very many bytes: memory grows with what has arrived, and not with what the sender announced."""
+    found = bytearray()
+    while len(found) < nbytes:
+        found += yield from read_bytes(min(nbytes - len(found), ARRIVING_NBYTES))
+    return found
 
 
 def read_header(most: Mapping[FrameKind, int]) -> Reading[tuple[FrameKind, int]]:

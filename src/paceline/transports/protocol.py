@@ -196,7 +196,7 @@ def _within(size: int | None, most: int | None) -> bool:
 
 
 def require_fitting(sizes: BufferSizes, most: BufferSizes | None) -> None:
-    """Check the sizes of a worker's buffers before allocating them; without `most`, that they fit into memory.
+    """Check the sizes of a worker's buffers before allocating them; without `most`, that they leave half of the memory.
 
     >>> require_fitting(BufferSizes(10), BufferSizes(10))
     >>> require_fitting(BufferSizes(11), BufferSizes(10))
@@ -205,8 +205,8 @@ def require_fitting(sizes: BufferSizes, most: BufferSizes | None) -> None:
     """
     if most is None:
         nbytes, free = sum(dtype.itemsize * count for dtype, count in sizes.parts().values()), available_memory()
-        if nbytes > free:
-            raise ProtocolError(f"buffers of {nbytes} bytes, and {free} are free")
+        if nbytes > free // 2:  # the server needs as much for the weights and its optimizer
+            raise ProtocolError(f"buffers of {nbytes} bytes, and {free} are free: they may take half of that")
         return
     for name, count, limit in zip(BufferSizes._fields, sizes, most, strict=True):
         if not _within(count, limit):

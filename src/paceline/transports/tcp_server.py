@@ -208,7 +208,7 @@ class TcpPeer(Peer):
     def ask_initial(self) -> None:
         """Ask the worker for what its model begins with; `receive` then returns InitialTensors."""
         self._is_asked = True
-        self._most[FrameKind.INITIAL] = available_memory() // 2
+        self._most[FrameKind.INITIAL] = available_memory() // 4  # its bytes, a copy, and its tensors
         self.send(frames.header(FrameKind.WANTED, 0))
 
     def _initial(self, nbytes: int) -> Reading[InitialTensors | Keepalive]:
@@ -216,7 +216,7 @@ class TcpPeer(Peer):
             yield from self._throw_away(nbytes)
             self._greet_again()
             return HEARD
-        content = yield from frames.read_bytes(nbytes)
+        content = yield from frames.read_arriving(nbytes)
         assert self.slot is not None
         try:
             tensors = load(bytes(content))
@@ -243,7 +243,7 @@ class TcpPeer(Peer):
         body = slot.state.nbytes if kind is RequestKind.STATISTICS else 0
         if nbytes != REQUEST_HEAD.size + body + len(padding(body)):
             raise ProtocolError(f"a request {kind.name.lower()} of {nbytes} bytes")
-        again = number == self._request[0]
+        again = 0 < number == self._request[0]
         if not again and number != self._request[0] + 1:
             raise ProtocolError(f"request {number} after request {self._request[0]}")
         if body and again:

@@ -113,3 +113,18 @@ def test_other_arguments_of_a_script_are_refused(
 def test_two_ways_to_resume_are_one_too_many(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["server", "--continue", "--resume", "runs/it"]) == 2
     assert "--resume runs/it and --continue: leave one out" in capsys.readouterr().err
+
+
+def test_a_script_with_other_arguments_is_another_run(
+    tmp_path: Path, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("import paceline\n")
+    config, command = RunConfig(workers=2, name="it", strategy="async"), ["train.py", "--epochs", "3"]
+    folder = RunFolder.create(settings_of_script(config, command)[0])
+    ScriptCall.of(command).save(folder)
+    log_inputs(folder, [(Join(0, 0, 0), 0.0)])
+    serve_or_resume(config, ListenOptions(), QUIET, command)
+    assert [call[0] for call in calls] == ["serve_again"]
+    with pytest.raises(UserError, match=r"started with the script train\.py --epochs 3, and train\.py --epochs 4 is"):
+        serve_or_resume(config, ListenOptions(), QUIET, ["train.py", "--epochs", "4"])

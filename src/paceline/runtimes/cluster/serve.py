@@ -129,6 +129,9 @@ def serve_or_resume(
         folder.discard_unstarted()
         return serve(config, options, console, command=command)
     _require_same_settings(config, folder, command)
+    if command is not None and (before := ScriptCall.load(folder).command) != command:
+        what = f"{folder.path} was started with the script {' '.join(before)}, and {' '.join(command)} is asked"
+        raise UserError(f"{what}: --continue needs the same; choose another --name for a new run")
     result = folder.result()
     if result is not None and result["status"] != "stopped":
         return folder, result
@@ -267,9 +270,6 @@ def _serve_loops(
     order: _ServeOrder, own: Credentials, listener: Listener, line: ForegroundChannel, facts: dict[str, Any]
 ) -> dict[str, Any]:
     """Serve users' own loops: the first worker that says hello tells the model."""
-    import torch
-
-    from paceline.runtimes.scripts.server import finish_loops
     from paceline.runtimes.scripts.serving.introductions import Introductions, UnstartedRun
 
     assert order.script is not None
@@ -279,13 +279,7 @@ def _serve_loops(
     introductions = Introductions(run, listener, line, welcome, order.options.wait)
     with _stopping(order, line):
         _announce(order, own, listener, line, {})
-        introductions.gather()
-        host, service = introductions.begin(facts, order.resume)
-        with torch.inference_mode():
-            service.run()
-        result = finish_loops(host)
-    service.observers.end()
-    return result
+        return introductions.serve(facts, order.resume)
 
 
 def _stopping(order: _ServeOrder, line: ForegroundChannel) -> contextlib.AbstractContextManager[object]:

@@ -23,7 +23,7 @@ from paceline.core.messages import Push, Reply
 from paceline.data.datasets import Dataset
 from paceline.errors import ProtocolError, UnknownWorker, UserError
 from paceline.runtimes.scripts.remote.client import LoopClient
-from paceline.runtimes.scripts.remote.worker import WorkerCommand, work_in_processes, work_in_script
+from paceline.runtimes.scripts.remote.worker import LEAVE_SECONDS, WorkerCommand, work_in_processes, work_in_script
 from paceline.runtimes.server.admission import own_place
 from paceline.runtimes.sharded.client import ShardedClient
 from paceline.runtimes.sharded.spans import coding_of
@@ -41,7 +41,6 @@ from paceline.transports.handshake import ConnectionReport
 from paceline.transports.protocol import Timing
 from paceline.transports.tls import Tls, worker_tls
 
-LEAVE_SECONDS = 10.0  # how long a worker that got SIGTERM may take for its push
 JOIN_SECONDS = 30.0  # how long to try to join: the server may be starting, or evaluating its model
 Load: TypeAlias = Callable[[RunConfig], Dataset | None]
 BlockingCall: TypeAlias = Callable[[], None]

@@ -315,6 +315,8 @@ def split_states(joined: Mapping[str, Tensor]) -> list[State]:
     found: list[State] = []
     for name, tensor in joined.items():
         number, _, rest = name.partition("/")
+        if not number.isdecimal() or int(number) >= MAX_OPTIMIZERS:
+            raise ValueError(f"a state of optimizer {number[:20]}")
         found += [{} for _ in range(int(number) + 1 - len(found))]
         found[int(number)][rest] = tensor
     return found

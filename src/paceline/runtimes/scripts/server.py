@@ -6,21 +6,22 @@ import dataclasses
 import selectors
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from paceline.assembly.cpu_sharing import server_threads
 from paceline.assembly.own_loop import announce_loop, loop_config, loop_server
-from paceline.config import RunConfig, from_dict
+from paceline.config import SCRIPT_MAY_DECIDE, RunConfig, from_dict
 from paceline.core.buffers import BufferSizes
 from paceline.core.messages import Join
 from paceline.core.own_loop.compression import largest_capacities
+from paceline.core.own_loop.settings import LoopLayout
 from paceline.core.server import Server
 from paceline.core.worker import LocalWorker
 from paceline.errors import ProtocolError, RunFailed, UserError
-from paceline.interfaces import Report
-from paceline.runs.folder import RunFolder
+from paceline.interfaces import Layout, Report
+from paceline.runs.folder import NOT_COME, RunFolder
 from paceline.runs.recording import ScriptCall
 from paceline.runs.recovery import kept_pushes, rebuild
 from paceline.runtimes.scripts.optimizer import MAX_OPTIMIZERS, split_states
@@ -29,26 +30,83 @@ from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.process import reporting
 from paceline.runtimes.server.runtime import Peers, Runtime
 from paceline.runtimes.server.service import Service, SupervisorChannel
+from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.tasks.script_model import ScriptModel, load_tensors
-from paceline.transports.frames import ANYTHING, OBJECT, Schema, checked, integer, listed, nullable
-from paceline.transports.protocol import Hello
+from paceline.transports.frames import (
+    ANYTHING,
+    OBJECT,
+    Field,
+    Schema,
+    checked,
+    integer,
+    listed,
+    nullable,
+    number,
+    record,
+    text,
+)
+from paceline.transports.protocol import Hello, InitialTensors, unreadable
 from paceline.transports.shared_memory import SharedMemoryPeer
 
 NO_STEP = "no step reached the server: give session.prepare(...) the optimizer whose step() the loop calls"
+MAX_NOTE, MAX_NUMBER = 1 << 12, 1e15
+_LENGTH = integer(0, 1 << 48)
+
+
+def _is_row(value: Any) -> bool:
+    is_list = isinstance(value, list) and len(value) == 4 and isinstance(value[1], list | tuple)
+    return is_list and isinstance(value[0], str) and len(value[1]) <= 64 and all(map(_LENGTH.accepts, value[1]))
+
+
+_ROW = Field("the name, shape, offset and decay of a tensor", _is_row)
+
+
+def _is_decided(value: Any) -> bool:
+    if not isinstance(value, dict) or not value.keys() <= set(SCRIPT_MAY_DECIDE):
+        return False
+    try:
+        from_dict(value)
+    except UserError:
+        return False
+    return True
+
+
+_DECIDED = Field("settings that a script may decide", _is_decided)
+_NAMES = Field("names by name", lambda value: isinstance(value, dict) and all(type(v) is str for v in value.values()))
 LOOP_FACTS: Schema = {
-    **dict.fromkeys(("layout", "state_layout"), listed(ANYTHING, 0, 1 << 20)),
+    **dict.fromkeys(("layout", "state_layout"), listed(_ROW, 0, 1 << 20)),
     "num_samples": nullable(integer(0, 1 << 48)),
     "steps": nullable(integer(1, 1 << 48)),
-    **dict.fromkeys(("order", "skew", "epochs"), ANYTHING),
+    "order": ANYTHING,
+    "skew": nullable(number(0.0, MAX_NUMBER)),
+    "epochs": nullable(number(0.0, MAX_NUMBER)),
     **dict.fromkeys(("batch_size", "max_samples"), integer(1)),
-    "settings": OBJECT,
-    "sources": nullable(OBJECT),
-    "optimizers": listed(OBJECT, 0, MAX_OPTIMIZERS),
+    "settings": _DECIDED,
+    "sources": nullable(_NAMES),
+    "optimizers": listed(record({"class": OBJECT, "settings": _DECIDED, "loop": OBJECT}), 0, MAX_OPTIMIZERS),
     "loaders": integer(0, 1 << 10),
     "numbers": integer(0),
-    "notes": listed(ANYTHING, 0, 100),
+    "notes": listed(text(MAX_NOTE), 0, 100),
 }
 """What an own loop must say of its model and data in its hello."""
+
+
+def check_facts(hello: Hello) -> None:
+    """Raise ProtocolError unless a hello says what an own loop must, and its buffers fit the model that it tells."""
+    facts, sizes = checked(hello.facts, LOOP_FACTS), hello.slot.sizes
+    state = Layout.from_rows(facts["state_layout"]).size if facts["state_layout"] else 0
+    told = Layout.from_rows(facts["layout"]).size, state, facts["numbers"]
+    if told != (sizes.weights, sizes.state, sizes.loop):
+        found = f"{sizes.weights} weights, {sizes.state} of state and {sizes.loop} of its loop"
+        raise ProtocolError(f"worker {hello.join.worker} has buffers of {found} for a model of {told}")
+    try:
+        loops = [LoopLayout.from_facts(one["loop"]) for one in facts["optimizers"]]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise unreadable(hello.join.worker, error) from error
+    steps = sum(loop.num_parameters for loop in loops), max((loop.size for loop in loops), default=0)
+    if loops and (steps[0] != len(facts["layout"]) or steps[1] > sizes.loop):
+        what = f"optimizers of {steps[0]} parameters that say {steps[1]} numbers"
+        raise ProtocolError(f"worker {hello.join.worker} told {what}, for {len(facts['layout'])} and {sizes.loop}")
 
 
 def loop_sizes(host: Host, model: ScriptModel, expected: dict[str, Any]) -> BufferSizes:
@@ -66,7 +124,9 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         awaited: set[int] = set()
         found = _gather(control, config, awaited)
         first, folder, peers = found[0][1], RunFolder(Path(spec["folder"])), Peers[SharedMemoryPeer]()
-        host, model = host_of_loops(config, first, folder, control.send, peers, spec["facts"], bool(spec.get("resume")))
+        learned = learn(config, [first], folder)
+        host = host_of_loops(learned, first, folder, control.send, peers, spec["facts"], bool(spec.get("resume")))
+        model = learned.model
         expected = expected_facts(first)
         service = Service(host, peers, control, expected, loop_sizes(host, model, expected))
         service.serve_loops(LoopRequests(host, model, peers.by_worker, lambda: service.awaits_worker))
@@ -85,17 +145,25 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     return reporting(serve, fds[0], spec["folder"])
 
 
+class LearnedRun(NamedTuple):
+    """What a worker's first message tells: the settings that its script decides, the model, and so the server."""
+
+    config: RunConfig
+    model: ScriptModel
+    server: Server
+
+
 def host_of_loops(
-    config: RunConfig,
+    learned: LearnedRun,
     first: Hello,
     folder: RunFolder,
     report: Report,
     runtime: Runtime,
     facts: dict[str, Any],
     resume: bool,
-) -> tuple[Host, ScriptModel]:
-    """Start the host of own loops, whose model the `first` hello tells; or go on with one from its folder."""
-    resolved, model, server = learn(config, [first], folder)
+) -> Host:
+    """Start the host of own loops, whose model the `first` hello has told; or go on with one from its folder."""
+    resolved, model, server = learned
     rebuilt = None
     if resume:
         kept = kept_pushes(resolved, folder, report)
@@ -110,13 +178,15 @@ def host_of_loops(
     host.verify_with(None, "only your own loop computes its pushes")
     if rebuilt is not None:
         host.resume_from(rebuilt)
-    return host, model
+    return host
 
 
 def finish_loops(host: Host) -> dict[str, Any]:
     """Save the weights and the result after the last script has left, and close the host; return the result."""
     if not host.server.pushes:
         host.close()
+        if host.stop_reason in (INTERRUPTED, TERMINATED, NOT_COME):
+            raise RunFailed(f"{host.stop_reason}, before the first step of a script: nothing was trained")
         raise UserError(NO_STEP)
     result = host.finish()
     host.close()
@@ -162,7 +232,7 @@ def _gather(control: SupervisorChannel, config: RunConfig, awaited: set[int]) ->
             try:
                 message = key.data.receive()
                 if isinstance(message, Hello):
-                    checked(message.facts, LOOP_FACTS)
+                    check_facts(message)
                     found[key.data.worker] = key.data, message
                 if isinstance(message, Hello) or not config.restart_workers:
                     pending.discard(key.data.worker)
@@ -177,12 +247,19 @@ def _gather(control: SupervisorChannel, config: RunConfig, awaited: set[int]) ->
     return [found[worker] for worker in sorted(found)]
 
 
-def learn(config: RunConfig, hellos: list[Hello], folder: RunFolder) -> tuple[RunConfig, ScriptModel, Server]:
-    """Make the server from the first worker's weights, and the model's names from what it says of it."""
+def learn(
+    config: RunConfig, hellos: list[Hello], folder: RunFolder, brought: InitialTensors | None = None
+) -> LearnedRun:
+    """Make the server from the first worker's weights, and the model's names from what it says of it.
+
+    `brought` is what that worker has sent besides, for a folder that does not hold it yet.
+    """
     first, facts = hellos[0], hellos[0].facts
     config = loop_config(config, facts)
-    model = ScriptModel(facts["layout"], facts["state_layout"], facts["sources"], load_tensors(folder.frozen_file))
+    frozen, used = load_tensors(folder.frozen_file), load_tensors(folder.optimizer_file)
+    if brought is not None:
+        frozen, used = frozen or brought.frozen, used or brought.optimizers
+    model = ScriptModel(facts["layout"], facts["state_layout"], facts["sources"], frozen)
     torch.set_num_threads(server_threads(config, model.layout))
     script = ScriptCall.load(folder).path if folder.script_file.exists() else None
-    initial = split_states(load_tensors(folder.optimizer_file))
-    return config, model, loop_server(config, facts, first.slot.weights.clone(), script, initial)
+    return LearnedRun(config, model, loop_server(config, facts, first.slot.weights.clone(), script, split_states(used)))

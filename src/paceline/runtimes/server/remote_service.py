@@ -21,6 +21,7 @@ from paceline.runtimes.server.file_service import FileService
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import LoopService, TcpPeers
 from paceline.runtimes.server.service import GRACE_SECONDS, Dispatcher, SupervisorChannel, serve_until
+from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.system.strict_json import to_json
 from paceline.transports.listener import SOON_SECONDS, JoinRequest, Listener
 from paceline.transports.protocol import HEARD, Hello, Keepalive, ReportedFigures
@@ -31,6 +32,7 @@ FIRST_SECONDS, FLOOR_SECONDS = 10.0, 5.0
 LOOK_SECONDS, BUSY_SECONDS = 0.25, 1.0
 """How often time alone is checked; after a longer gap the server itself was busy, and no worker was silent."""
 ABANDONED_SECONDS = 120.0
+STOP_SECONDS = 60.0  # how long a run that a signal has stopped waits for scripts that do not end
 SIGN_SECONDS = 0.5  # heartbeats that come faster than this are not learned from
 
 
@@ -142,6 +144,9 @@ class RemoteService:
         """Whether all workers have hung up: bytes still on their way would be lost with this process."""
         if self._loops is not None:
             self._loops.settle()
+            if self._host.stop_reason in (INTERRUPTED, TERMINATED) and time.monotonic() > deadline + STOP_SECONDS:
+                for worker, peer in list(self._peers.by_worker.items()):
+                    self._give_up(peer, f"worker {worker} has not ended its script: the run is saved without it")
             return not self._peers.by_worker
         here = [peer for peer in self._peers.by_worker.values() if peer.fileno() >= 0]
         if time.monotonic() > max([deadline, *(peer.last_heard + GRACE_SECONDS for peer in here)]):

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from paceline.core.buffers import BufferSizes
 from paceline.core.membership import Member
-from paceline.core.messages import Leave, Push
+from paceline.core.messages import EstimatedStatistics, Leave, Push, ReadOptimizer, ReadWeights
 from paceline.core.own_loop.torch_optimizer import OptimizerFailed
 from paceline.core.step_balancing import StepBalancer
 from paceline.errors import ProtocolError, UserError, mismatched_keys
@@ -331,6 +331,8 @@ class Service:
             if isinstance(message, Push):
                 self._on_push(peer, message)
                 return
+            if isinstance(message, ReadWeights | ReadOptimizer | EstimatedStatistics) and self._loops is not None:
+                self._loops.take(peer, message)
         except ProtocolError as error:
             self._control.note(str(error))
             self._host.note_expelled(peer.worker, str(error))
@@ -344,8 +346,6 @@ class Service:
             self.join(peer, message)
         elif isinstance(message, ReportedFigures):
             self._host.note_figures(message.worker, message.values)
-        elif self._loops is not None:
-            self._loops.take(peer, message)
 
     def _on_push(self, peer: SharedMemoryPeer, push: Push) -> None:
         """Take a push; disconnect its worker if the server expels it."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from paceline.core.buffers import WorkerBuffers, view
@@ -13,13 +15,26 @@ from paceline.core.messages import Join, Push, Reply
 from paceline.errors import ProtocolError, UnknownWorker
 from paceline.interfaces import State
 from paceline.system.memory import available_memory
-from paceline.transports.frames import ANSWER_HEAD, REQUEST_HEAD, FrameKind, Reading, header, padding, read_bytes
+from paceline.transports.frames import (
+    ALIGNMENT,
+    ANSWER_HEAD,
+    REQUEST_HEAD,
+    FrameKind,
+    Reading,
+    header,
+    padding,
+    read_arriving,
+    read_bytes,
+)
 from paceline.transports.protocol import RequestKind, ScriptTransport, Timing
-from paceline.transports.tcp_client import TcpClient
+from paceline.transports.tcp_client import FIRST_PATIENCE_SECONDS, TcpClient
 from paceline.transports.tcp_server import FROZEN, USED, WEIGHTS
 
-GivePlace = Callable[[int], memoryview]
-"""Returns the buffer for an answer of so many bytes; raises ProtocolError if none has that size."""
+ReadAnswer = Callable[[int], Reading[None]]
+"""Reads an answer of so many bytes; raises ProtocolError if there is no place of that size. Called again after a
+reconnect in the middle of the answer."""
+_SAME_PLACE = ("worker", "incarnation", "run", "config", "script")
+"""What a new welcome must repeat so that a script that has not joined yet can go on with it."""
 
 
 class StartAgain(SystemExit):
@@ -33,6 +48,24 @@ class LoopClient(TcpClient, ScriptTransport):
     _is_leaving: Callable[[], bool] = staticmethod(lambda: False)
     _num_requests = 0
     _initial_state: tuple[State, State] = ({}, {})
+    _welcome: Mapping[str, Any] = MappingProxyType({})
+
+    def apply(
+        self,
+        fields: Mapping[str, Any],
+        patience: float = FIRST_PATIENCE_SECONDS,
+        beats: bool = True,
+        fresh: Callable[[], Mapping[str, Any]] = dict,
+    ) -> dict[str, Any]:
+        """Ask to join, and keep the welcome: the script begins with what it says."""
+        welcome = super().apply(fields, patience, beats, fresh)
+        self._welcome = welcome
+        return welcome
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether the script has said hello."""
+        return self._memory is not None
 
     def begin_script(self, is_leaving: Callable[[], bool]) -> None:
         """From now on a script calls this client: `StartAgain` ends it where other workers join again.
@@ -47,12 +80,23 @@ class LoopClient(TcpClient, ScriptTransport):
 
     def hello(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | None:
         """Join, with the initial weights if the server asks for them, and wait for the first weights."""
-        frame = self._begin(join, memory, facts)
-        reply = self._unless_refused(self._asking([frame], lambda: self._reply_or_wanted(join)))
+        if not self._runs_script:
+            return super().hello(join, memory, facts)
+        reply = self._unless_refused(self._join(join, memory, facts))
         if reply is not None and not isinstance(reply, Reply):
             reply = self._unless_refused(self._asking(self._initial(memory), lambda: self._reply(join)))
         self._initial_state = {}, {}
         return reply if isinstance(reply, Reply) else None
+
+    def _join(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | FrameKind | None:
+        """Say hello, and again to a server that has forgotten this worker before that and still has its place."""
+        while True:
+            frame = self._begin(join, memory, facts)
+            try:
+                return self._ask([frame], lambda: self._reply_or_wanted(join))
+            except UnknownWorker as unknown:
+                if any(unknown.welcome.get(name) != self._welcome.get(name) for name in _SAME_PLACE):
+                    raise StartAgain from None
 
     def exchange(self, push: Push, timing: Timing) -> Reply | None:
         """Send a push and wait for its reply. Return None if the server is gone for good."""
@@ -67,26 +111,29 @@ class LoopClient(TcpClient, ScriptTransport):
     def read_weights(self, final: bool) -> bool | None:
         """Get the weights that would be saved now into this worker's buffers. Return whether they are averaged."""
         assert self._memory is not None
-        place = view(self._memory.weights)
         kind = RequestKind.FINAL_WEIGHTS if final else RequestKind.WEIGHTS
-        return self._request(kind, lambda nbytes: _of_size(place, nbytes))
+        return self._request(kind, _into(view(self._memory.weights)))
 
     def read_optimizer(self, number: int) -> State | None:
         """Return the optimizer's state as the server has it."""
         content = bytearray()
 
-        def grow(nbytes: int) -> memoryview:
-            content.extend(bytes(nbytes))
-            return memoryview(content)
+        def read_content(nbytes: int) -> Reading[None]:
+            nonlocal content
+            content = yield from read_arriving(nbytes)
 
-        found = self._request(RequestKind.OPTIMIZER, grow, optimizer=number)
-        return load(bytes(content)) if found is not None else None
+        if self._request(RequestKind.OPTIMIZER, read_content, optimizer=number) is None:
+            return None
+        try:
+            return load(bytes(content))
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise ProtocolError(f"the server sent a state of an optimizer that cannot be read ({error})") from None
 
     def merge_statistics(self, samples: int) -> bool:
         """Replace the statistics in this worker's buffers by those of all workers."""
         assert self._memory is not None
         state = view(self._memory.state)
-        return self._request(RequestKind.STATISTICS, lambda n: _of_size(state, n), samples, state) is not None
+        return self._request(RequestKind.STATISTICS, _into(state), samples, state) is not None
 
     def _asking(self, parts: list[memoryview], reading: Callable[[], Reading[Any]]) -> Any:
         with self._starting_again():
@@ -98,12 +145,15 @@ class LoopClient(TcpClient, ScriptTransport):
         try:
             yield
         except UnknownWorker:
-            if not self._runs_script:
-                raise
             raise StartAgain from None
 
     def _request(
-        self, kind: RequestKind, place: GivePlace, samples: int = 0, body: memoryview | None = None, optimizer: int = 0
+        self,
+        kind: RequestKind,
+        reading: ReadAnswer,
+        samples: int = 0,
+        body: memoryview | None = None,
+        optimizer: int = 0,
     ) -> bool | None:
         """Ask for something and wait for it. Return the answer's flag, None if the server is gone."""
         self._num_requests += 1
@@ -111,15 +161,15 @@ class LoopClient(TcpClient, ScriptTransport):
         head = REQUEST_HEAD.pack(number, kind, optimizer, samples)
         pad = padding(len(body))
         first = header(FrameKind.REQUEST, len(head) + len(body) + len(pad)) + head
-        found = self._asking([memoryview(first), body, memoryview(pad)], lambda: self._answer(number, place))
+        found = self._asking([memoryview(first), body, memoryview(pad)], lambda: self._answer(number, reading))
         return None if self._unless_refused(found) is None else bool(found)
 
-    def _answer(self, number: int, place: GivePlace) -> Reading[bool]:
+    def _answer(self, number: int, reading: ReadAnswer) -> Reading[bool]:
         _, nbytes = yield from self._header({FrameKind.ANSWER: available_memory()})
         answered, averaged, pad = ANSWER_HEAD.unpack((yield from read_bytes(ANSWER_HEAD.size)))
-        if answered != number or nbytes < ANSWER_HEAD.size + pad:
+        if answered != number or nbytes < ANSWER_HEAD.size + pad or pad >= ALIGNMENT:
             raise ProtocolError(f"an answer of {nbytes} bytes to request {answered} instead of {number}")
-        yield place(nbytes - ANSWER_HEAD.size - pad)
+        yield from reading(nbytes - ANSWER_HEAD.size - pad)
         yield from read_bytes(pad)
         return bool(averaged)
 
@@ -141,7 +191,10 @@ def _prefixed(prefix: str, tensors: State) -> State:
     return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
 
 
-def _of_size(place: memoryview, nbytes: int) -> memoryview:
-    if len(place) != nbytes:
-        raise ProtocolError(f"an answer of {nbytes} bytes for buffers of {len(place)}")
-    return place
+def _into(place: memoryview) -> ReadAnswer:
+    def reading(nbytes: int) -> Reading[None]:
+        if len(place) != nbytes:
+            raise ProtocolError(f"an answer of {nbytes} bytes for buffers of {len(place)}")
+        yield place
+
+    return reading

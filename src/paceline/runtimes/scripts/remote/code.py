@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,9 @@ from paceline.runtimes.scripts.lines_to_add.modules import read_script, with_hel
 
 def hashes_of(script: Path) -> dict[str, str]:
     """The hashes of a script and of the modules in its folder that it imports, by their place in that folder."""
-    files = {file.path.resolve() for file in with_helpers(read_script(script))}
-    folder = script.resolve().parent
-    return {
-        path.relative_to(folder).as_posix(): _sha256(path) for path in sorted(files) if path != script.resolve()
-    } | {"": _sha256(script)}
+    _, *helpers = with_helpers(read_script(script))
+    places = {os.path.relpath(file.path, script.resolve().parent): file.path for file in helpers}
+    return {place: _sha256(places[place]) for place in sorted(places)} | {"": _sha256(script)}
 
 
 def _sha256(path: Path) -> str:

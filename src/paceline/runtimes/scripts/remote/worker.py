@@ -7,18 +7,24 @@ import io
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.config import RunConfig, max_workers_of
+from paceline.errors import UserError
 from paceline.runtimes.scripts.process import run_script
 from paceline.runtimes.scripts.remote.client import LoopClient, StartAgain
 from paceline.runtimes.scripts.remote.code import ServedScript
 from paceline.runtimes.scripts.served_loop import WorkerEnv
 from paceline.system.process import die_with, helper_command, helper_environment
+from paceline.system.signals import leave_signal
 from paceline.transports.auth import TOKEN_VARIABLE
+
+LEAVE_SECONDS = 10.0  # how long a worker that got SIGTERM may take for its push
+LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -66,15 +72,28 @@ class WorkerCommand:
 
 
 def work_in_processes(command: WorkerCommand, workers: list[int | None]) -> bool:
-    """Run several workers of one script beside each other. Return whether all of them trained to the end."""
-    started = [command.start(worker) for worker in workers]
-    return not any([process.wait() for process in started])
+    """Run several workers of one script beside each other. Return whether all of them trained to the end.
+
+    On SIGTERM they leave after their pushes, and it raises KeyboardInterrupt.
+    """
+    with leave_signal(LEAVE_SECONDS) as is_leaving:
+        started = [command.start(worker) for worker in workers]
+        told = False
+        while any(process.poll() is None for process in started):
+            if is_leaving() and not told:
+                told = True
+                for process in started:
+                    process.terminate()
+            time.sleep(LOOK_SECONDS)
+    if told:
+        raise KeyboardInterrupt
+    return not any(process.returncode for process in started)
 
 
 def work_in_script(
     client: LoopClient, welcome: dict[str, Any], config: RunConfig, script: str | None, say: Callable[[str], None]
 ) -> None:
-    """Run the script that the server's welcome names, to its end.
+    """Run the script that the server's welcome names, to its end. Raise UserError if it ends without having joined.
 
     `script` is its file on this machine, if it is not where the server has it. Raise StartAgain if the server does not
     know this worker any more, because it was restarted or has lost it.
@@ -90,3 +109,7 @@ def work_in_script(
         raise StartAgain(worker) from None
     finally:
         client.close()
+    if not client.has_joined:
+        raise UserError(
+            f"{line[0]} ended without calling paceline.join() and session.prepare(...): nothing was trained"
+        )

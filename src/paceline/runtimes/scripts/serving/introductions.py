@@ -5,27 +5,38 @@ Only a worker knows the model. Until it has said hello, there is no server and n
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from paceline.config import RunConfig, max_workers_of
 from paceline.core.membership import Member
-from paceline.errors import ProtocolError, RunFailed
+from paceline.core.messages import EstimatedStatistics, Push, ReadOptimizer, ReadWeights
+from paceline.errors import DiskError, PacelineError, ProtocolError, RunFailed, UserError
 from paceline.runs.folder import NOT_COME, RunFolder
 from paceline.runtimes.scripts.served_loop import keep_in
-from paceline.runtimes.scripts.server import LOOP_FACTS, expected_facts, host_of_loops, loop_sizes
+from paceline.runtimes.scripts.server import (
+    LearnedRun,
+    check_facts,
+    expected_facts,
+    finish_loops,
+    host_of_loops,
+    learn,
+    loop_sizes,
+)
 from paceline.runtimes.scripts.serving.requests import LoopRequests
-from paceline.runtimes.server.admission import REMIND_SECONDS, Admission
+from paceline.runtimes.server.admission import CEILING_SECONDS, REMIND_SECONDS, Admission
 from paceline.runtimes.server.file_service import FileService
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.remote_service import ForegroundChannel, RemoteService, SingleServer
 from paceline.runtimes.server.runtime import TcpPeers
-from paceline.transports.frames import checked
 from paceline.transports.listener import JoinRequest, Listener
-from paceline.transports.protocol import Hello, InitialTensors
+from paceline.transports.protocol import Hello, InitialTensors, unreadable
 from paceline.transports.tcp_server import TcpPeer
 
 LOOK_SECONDS = 0.25
@@ -66,8 +77,10 @@ class Introductions:
         self.peers = TcpPeers()
         self.hellos: dict[int, Hello] = {}
         self.first: Hello | None = None
-        """The hello of the worker that told the model."""
+        """The hello of the worker that is asked for the model."""
         self.initial: InitialTensors | None = None
+        """What that worker's model begins with: the run can begin."""
+        self._learned: LearnedRun | None = None
         self._run, self._listener, self._control, self._wait_seconds = run, listener, control, wait_seconds
         self._welcome = welcome
         self._admission = Admission(run, self.peers, None, welcome, control.note, listener.complain)
@@ -75,8 +88,43 @@ class Introductions:
         self._began = time.monotonic()
         self._remind_after = REMIND_SECONDS
 
+    def serve(self, facts: dict[str, Any], resume: bool) -> dict[str, Any]:
+        """Serve the run from its first worker to its end; return the result."""
+        self.gather()
+        with self._telling(UserError):  # of the script: to resume the run would not help
+            host, service = self.begin(facts, resume)
+            try:
+                with torch.inference_mode():
+                    service.run()
+            except UserError:
+                host.close()
+                raise
+        result = finish_loops(host)
+        service.observers.end()
+        return result
+
     def gather(self) -> None:
-        """Serve until the model is known. Raise RunFailed if the run is stopped before."""
+        """Serve until the model is known. Raise RunFailed if the run is stopped before, and tell the workers why."""
+        with self._telling(PacelineError):
+            self._gather()
+
+    @contextlib.contextmanager
+    def _telling(self, kind: type[PacelineError]) -> Iterator[None]:
+        """Tell all workers of such an error: they need not wait for a server that comes back.
+
+        After an error of the disk it may come back.
+        """
+        try:
+            yield
+        except DiskError:
+            raise
+        except kind as error:
+            for peer in self.peers.by_worker.values():
+                if peer.fileno() >= 0:
+                    peer.dismiss(str(error))
+            raise
+
+    def _gather(self) -> None:
         loop = self.peers.loop
         loop.register(self._control.connection, self._on_stop)
         loop.register(self._listener, lambda: self._admit(self._listener.serve()))
@@ -85,6 +133,7 @@ class Introductions:
             self._listener.expire(time.monotonic())
             for text in self._listener.complaints():
                 self._control.note(text)
+            self._drop_silent(time.monotonic())
             self._remind(time.monotonic() - self._began)
         loop.unregister(self._control.connection)
         loop.unregister(self._listener)
@@ -93,13 +142,13 @@ class Introductions:
 
     def begin(self, facts: dict[str, Any], resume: bool) -> tuple[Host, RemoteService]:
         """Start the host of the run, after `gather`, and the service that takes over all workers."""
-        first, initial, run = self.first, self.initial, self._run
-        assert first is not None and initial is not None
+        first, initial, learned, run = self.first, self.initial, self._learned, self._run
+        assert first is not None and initial is not None and learned is not None
         keep_in(run.folder, initial.frozen, initial.optimizers)
         report, expected = self._control.send, expected_facts(first)
-        host, model = host_of_loops(run.config, first, run.folder, report, self.peers, facts, resume)
-        gate = SingleServer(host, loop_sizes(host, model, expected), self._welcome)
-        loops = LoopRequests(host, model, self.peers.by_worker, lambda: False)
+        host = host_of_loops(learned, first, run.folder, report, self.peers, facts, resume)
+        gate = SingleServer(host, loop_sizes(host, learned.model, expected), self._welcome)
+        loops = LoopRequests(host, learned.model, self.peers.by_worker, lambda: False)
         service = RemoteService(
             host, self.peers, self._control, expected, self._listener, gate, self._wait_seconds, loops, self._observers
         )
@@ -149,26 +198,50 @@ class Introductions:
         try:
             message = peer.receive()
             if isinstance(message, Hello):
-                checked(message.facts, LOOP_FACTS)
+                check_facts(message)
                 self.hellos[peer.worker] = message
-                self._ask_first(peer, message)
+                self._ask_first()
             elif isinstance(message, InitialTensors):
-                self.hellos[peer.worker].slot.weights.copy_(message.weights)
-                self.initial = message
+                self._learn(message)
+            elif isinstance(message, Push | ReadWeights | ReadOptimizer | EstimatedStatistics):
+                raise ProtocolError(f"worker {peer.worker} sent more than its hello before the run began")
         except ProtocolError as error:
             peer.dismiss(str(error))
             self._control.note(str(error))
-            message = None
+            self._forget(peer)
+            return
         if message is None:
+            if peer.left:
+                self._control.note(f"worker {peer.worker} has left: its script has ended, or has failed")
             self._forget(peer, keeps_place=not peer.left and peer.slot is not None)
             return
         self.peers.loop.watch_writes(peer)
 
-    def _ask_first(self, peer: TcpPeer, hello: Hello) -> None:
-        """Ask a worker for what its model begins with, if it is the one to tell."""
-        if self.first is None and (peer.worker == 0 or self._run.first_incarnation):
-            self.first = hello
-            peer.ask_initial()
+    def _ask_first(self) -> None:
+        """Ask a worker that has said hello for what its model begins with, unless one is asked already."""
+        for worker, hello in self.hellos.items():
+            if self.first is None and (worker == 0 or self._run.first_incarnation):
+                self.first = hello
+                self.peers.by_worker[worker].ask_initial()
+
+    def _learn(self, initial: InitialTensors) -> None:
+        """Learn the model. ProtocolError if what its worker told of it cannot be meant."""
+        assert self.first is not None
+        self.first.slot.weights.copy_(initial.weights)
+        try:
+            self._learned = learn(self._run.config, [self.first], self._run.folder, initial)
+        except PacelineError:
+            raise
+        except Exception as error:  # nothing has begun: only this worker is at fault
+            raise unreadable(initial.worker, error) from error
+        self.initial = initial
+
+    def _drop_silent(self, now: float) -> None:
+        """Free the place of a worker whose machine is gone, or that does not reconnect."""
+        for peer in list(self.peers.by_worker.values()):
+            if now - peer.last_heard > CEILING_SECONDS:
+                self._control.note(f"worker {peer.worker} was silent for {now - peer.last_heard:.0f} s: it is lost")
+                self._forget(peer)
 
     def _forget(self, peer: TcpPeer, keeps_place: bool = False) -> None:
         """The connection of a worker broke; one that has said hello may reconnect."""
@@ -180,3 +253,4 @@ class Introductions:
             hello = self.hellos.pop(peer.worker, None)
             if hello is not None and hello is self.first:
                 self.first = None
+                self._ask_first()

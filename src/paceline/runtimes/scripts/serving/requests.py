@@ -11,7 +11,7 @@ from paceline.core.messages import EstimatedStatistics, Leave, OwnLoopInput, Pus
 from paceline.core.own_loop.compression import gradient_digest
 from paceline.core.server import Server
 from paceline.core.server.updates import Updater
-from paceline.errors import UserError
+from paceline.errors import ProtocolError, UserError
 from paceline.runs.folder import ALL_GONE, LOOPS_ENDED, ONE_ENDED
 from paceline.runs.result import shared_state
 from paceline.runtimes.server.host import Host
@@ -20,6 +20,8 @@ from paceline.settings.preprocessing import split_of
 from paceline.settings.strategies import strategy_of
 from paceline.tasks.script_model import ScriptModel
 from paceline.transports.protocol import ScriptPeer
+
+MAX_PLACE = 2.0**31  # passes over the data, or batches of one: no loop gets so far
 
 
 class FinalStatistics:
@@ -101,19 +103,35 @@ class LoopRequests(LoopService):
         self._first_pushes = FirstPushes(host.server.num_workers) if _needs_other_data(host) else None
 
     def check_push(self, push: Push) -> None:
-        """Stop the run if two workers push the same gradient first: then they see the same data."""
+        """Stop the run if two workers push the same gradient first: then they see the same data.
+
+        ProtocolError if it is for an optimizer that does not exist, or says a place in the data that is none.
+        """
+        server = self._of_optimizer(push.worker, push.optimizer)
+        layout, says = server.own_loops.layout, push.loop if push.loop is not None else push.state[:0]
+        places = says[: layout.num_places] if layout.size else says  # without an optimizer a loop says nothing else
+        if not bool((places.abs() <= MAX_PLACE).all()):
+            raise ProtocolError(f"worker {push.worker} said that its loop is at {places.tolist()}")
         if self._first_pushes is not None:
-            self._first_pushes.check(push, self._host.server.by_optimizer[push.optimizer].updater)
+            self._first_pushes.check(push, server.updater)
+
+    def _of_optimizer(self, worker: int, number: int) -> Server:
+        servers = self._host.server.by_optimizer
+        if number >= len(servers):
+            raise ProtocolError(f"worker {worker} asked for optimizer {number}, which this run does not have")
+        return servers[number]
 
     def take(self, peer: ScriptPeer, message: OwnLoopInput) -> None:
-        """Take a message that only a user's own loop sends."""
+        """Take a message that only a user's own loop sends. ProtocolError if no loop of this run can send it."""
         if isinstance(message, ReadWeights) and message.final:
             self._await_end(peer)
             return
+        if isinstance(message, ReadOptimizer):
+            self._of_optimizer(peer.worker, message.optimizer)
         self._host.handle(message)
         if isinstance(message, ReadWeights):
             self._statistics.read(peer)
-        elif isinstance(message, ReadOptimizer) and message.optimizer < len(self._host.server.by_optimizer):
+        elif isinstance(message, ReadOptimizer):
             peer.send_optimizer(optimizer_state(self._host.server, message.optimizer))
         elif isinstance(message, EstimatedStatistics):
             self._statistics.add(peer, message.samples)
