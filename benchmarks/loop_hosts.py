@@ -39,11 +39,11 @@ FAULTS = ("worker killed", "link cut 5 s", "server killed")
 CUT_SECONDS = 5.0
 STEPS_BEFORE_FAULT = 12
 LENGTHS = {
-    "mnist": "--epochs {0} --test-batch-size 500",
-    "makemore": "--max-steps {0}01",
-    "dlrm": "--data-size={0}0000 --print-freq=1000",
+    "mnist": ("--test-batch-size 500 --epochs {}", 4, 2),
+    "makemore": ("--max-steps {}", 401, 101),
+    "dlrm": ("--print-freq=1000 --data-size={}", 200_000, 100_000),
 }
-"""What is added to the arguments of each program; `{0}` is its length, 2 with --quick and 4 without."""
+"""What is added to the arguments of each program, its length, and that with --quick."""
 HAVE_LOADERS = ("mnist", "dlrm")
 """Programs that go on where they were after a fault: a prepared loader counts their steps."""
 WORKER_FAILED = "] ended ("
@@ -217,7 +217,8 @@ def measure(parsed: argparse.Namespace, root: Path, hosts: tuple[Host, Host]) ->
     print(HEAD)
     for name in names:
         bench = Bench(name, parsed.programs, root, parsed.quick)
-        on_hosts = HostBench(bench, hosts, LENGTHS[name].format(2 if parsed.quick else 4), parsed.verbose)
+        words, length, quick_length = LENGTHS[name]
+        on_hosts = HostBench(bench, hosts, words.format(quick_length if parsed.quick else length), parsed.verbose)
         for strategy in STRATEGIES:
             if "ways" in parts:
                 rows += [on_hosts.started_by(way, strategy) for way in WAYS]
