@@ -32,7 +32,7 @@ from typing import Any
 
 from faulty_task import FAULTS_VARIABLE, order
 from liar import LIES
-from processes import ended
+from processes import children, ended
 
 PADDING = 600.0
 """Maximum seconds of training after the last fault."""
@@ -211,13 +211,6 @@ class Cluster:
     def has_begun(self) -> bool:
         log = self.folder / "run/arrivals.log"
         return log.exists() and log.stat().st_size > 2000
-
-
-def children(parent: int) -> list[int]:
-    """Return the child processes of a process."""
-    with contextlib.suppress(OSError):
-        return [int(word) for word in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-    return []
 
 
 def left_behind(folder: Path) -> list[int]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import ours
 import pairs
-from processes import LEAST_STEPS, common_rate, end
+from processes import LEAST_STEPS, children, common_rate, end
 
 from paceline.runs.arrival_log import RECORD_BYTES
 from paceline.runs.events import read_events
@@ -66,12 +66,8 @@ def pauses(model: str, seconds: float) -> tuple[int, float, float]:
 
 def server_of(supervisor: int) -> int:
     """Return the server's process: the first child of the fork server, the supervisor's only child."""
-    (forks,) = _children(supervisor)
-    return min(_children(forks))
-
-
-def _children(parent: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    (forks,) = children(supervisor)
+    return min(children(forks))
 
 
 def recovery(pushes: int, *flags: str) -> tuple[float, float]:

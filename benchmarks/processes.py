@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 DROPPED_STEPS = 10
 LEAST_STEPS = 3 * DROPPED_STEPS
@@ -33,6 +34,13 @@ def ended(processes: Sequence[subprocess.Popen[bytes]], within: float = 3600.0) 
 def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         process.kill()
+
+
+def children(parent: int) -> list[int]:
+    """Return the processes that a process has started, none if it has ended."""
+    with contextlib.suppress(OSError):
+        return [int(word) for word in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    return []
 
 
 def end(process: subprocess.Popen[bytes]) -> int:

@@ -1,4 +1,4 @@
-"""Copies of public programs for adoption.py: start one plain or adopted, read its metric, or time its steps."""
+"""Copies of public programs for other benchmarks: start one plain or adopted, read its metric, or time its steps."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import adoption_probe
+from hosts import Host
 from processes import LEAST_STEPS, common_rate, end, ended
 from programs import PROGRAMS, Insert, insert
 
@@ -40,6 +41,20 @@ VARIANTS = {
     "sync": Variant(adopted=True, strategy="sync"),
     "async": Variant(adopted=True, strategy="async"),
 }
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A fresh copy of a program, the words that run it there, and the run that it will be under Paceline."""
+
+    folder: Path
+    run: Path
+    command: list[str]
+
+    def under(self, strategy: str, seed: int, flags: tuple[str, ...] = ()) -> list[str]:
+        """Return what follows `paceline run` or `paceline server`, up to the script."""
+        where = ("--name", self.folder.name, "--runs", str(self.run.parent))
+        return ["--strategy", strategy, "--threads", "1", "--seed", str(seed), *flags, *where]
 
 
 @dataclass
@@ -92,19 +107,22 @@ class Bench:
 
     def start(self, kind: str, seed: int, flags: tuple[str, ...] = (), extra: str = "") -> Started:
         """Start a variant in a fresh copy; `flags` are those of `paceline run`, `extra` those of the program."""
+        copy, variant = self.copy(kind, seed, extra), VARIANTS[kind]
+        command = copy.command
+        if variant.strategy is not None:
+            words = copy.under(variant.strategy, seed, ("-n", str(variant.workers), *flags))
+            command = ["-m", "paceline", "run", *words, *command]
+        return Started(self.open(command, copy.folder), copy.folder, copy.run)
+
+    def copy(self, kind: str, seed: int, extra: str = "") -> Copy:
+        """Make a fresh copy for a variant, with the lines that adopt Paceline unless it is a plain one."""
         self._count += 1
         variant, program = VARIANTS[kind], self.program
         folder = self.root / f"{self.name}-{self._count}-{kind.replace(' ', '-')}-seed{seed}"
         shutil.copytree(self._staged, folder)
         self._write_script(folder / program.script, variant.adopted, seed)
         command = program.command(seed, double=variant.double, workers=variant.workers, quick=self.quick)
-        command += extra.split()
-        run = self.root / "runs" / folder.name
-        if variant.strategy is not None:
-            words = f"run -n {variant.workers} --strategy {variant.strategy} --threads 1 --seed {seed}".split()
-            ours = ["-m", "paceline", *words, *flags, "--name", folder.name, "--runs", str(run.parent)]
-            command = [*ours, *command]
-        return Started(self._open(command, folder), folder, run)
+        return Copy(folder, self.root / "runs" / folder.name, command + extra.split())
 
     def _write_script(self, script: Path, adopted: bool, seed: int) -> None:
         source = script.read_text(encoding="utf8")
@@ -114,20 +132,19 @@ class Bench:
         script.write_text(source, encoding="utf8")
         shutil.copy(adoption_probe.__file__, script.parent)
 
-    def _open(self, command: list[str], folder: Path) -> subprocess.Popen[bytes]:
+    def open(self, command: list[str], folder: Path, host: Host | None = None) -> subprocess.Popen[bytes]:
+        """Start Python in a copy, on a test host if one is given; its messages go to a file of the copy."""
+        words, env = [sys.executable, *command], self._env
+        if host is not None:
+            words, env = host.command(words), {**host.environment, **env}
         with (folder / "messages.txt").open("ab") as messages:
             return subprocess.Popen(
-                [sys.executable, *command],
-                cwd=folder,
-                env=self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=messages,
-                stderr=messages,
+                words, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=messages, stderr=messages
             )
 
     def verb(self, verb: str, started: Started) -> int:
         """Run `paceline VERB RUN` and return its exit code."""
-        process = self._open(["-m", "paceline", verb, str(started.run)], started.folder)
+        process = self.open(["-m", "paceline", verb, str(started.run)], started.folder)
         with ended([process], within=PATIENCE_SECONDS):
             return process.wait(PATIENCE_SECONDS)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import Command, result_of, wait_for_records
+from tests.support.commands import Command, result_of, started_by, wait_for_records
 from tests.support.fake_ssh import install_fake_ssh
 from tests.support.waiting import until
 
@@ -25,19 +25,6 @@ def ssh(tmp_path: Path) -> dict[str, str]:
 
 def write_hosts(folder: Path, *lines: str) -> None:
     (folder / "hosts").write_text("\n".join(lines))
-
-
-def started_by(log: str) -> dict[int, str]:
-    """The command lines of all living processes that have this ssh in their environment, by pid."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                if log.encode() in (entry / "environ").read_bytes():
-                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-            except OSError:
-                continue
-    return found
 
 
 def wait_until_none(log: str) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from paceline.runs.arrival_log import read_arrivals
+from paceline.runs.folder import RunFolder
 from tests.support.cluster_commands import address_of, serve, workers
-from tests.support.commands import Command, result_of, run, wait_for_records
+from tests.support.commands import Command, result_of, run, started_by, wait_for_records
 from tests.support.waiting import until
 
 RUN = ("--threads", "1", "--name", "it", "--seed", "3")
@@ -208,6 +210,22 @@ def test_hosts_run_the_script_and_refuse_other_code_before_anything_starts(tmp_p
     refused = run("run", "--hosts", "hosts", "--name", "no", "loop.py", "1", "0", cwd=tmp_path)
     assert refused.process.returncode == 2
     assert "the script loop.py is not there: copy it to the same place" in refused.err
+
+
+def test_a_worker_of_hosts_that_started_again_still_ends_with_the_command(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(f"localhost workers=2 threads=1 dir={tmp_path}\n")
+    flags, mark = ("--hosts", "hosts", "--name", "it", "--strategy", "async"), f"started-by-{tmp_path}"
+    with Command("run", *flags, "loop.py", "40", "0.1", cwd=tmp_path, environment={"MARK": mark}) as command:
+        wait_for_records(tmp_path / "runs/it", 12)
+        assert run("drain", "runs/it", "0", "--now", cwd=tmp_path).process.returncode == 0
+        until(lambda: num_joins(tmp_path / "runs/it") == 3, "worker 0, again")
+        command.process.kill()
+    until(lambda: not started_by(mark), lambda: f"the end of {started_by(mark)}")
+
+
+def num_joins(folder: Path) -> int:
+    records, _ = read_arrivals(folder / "arrivals.log", RunFolder.open(folder).config())
+    return sum(record.kind == "join" for record in records)
 
 
 def test_what_a_served_script_cannot_have_is_one_line(tmp_path: Path) -> None:

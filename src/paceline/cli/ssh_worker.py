@@ -1,7 +1,8 @@
 """`python -m paceline.cli.ssh_worker VERB ...`: run a verb on another machine, and end with the command there.
 
 The token is the first line of standard input, so `ps` does not show it. Standard input closes when the other side ends,
-by itself, by SIGKILL or by a broken connection; then this process ends too.
+by itself, by SIGKILL or by a broken connection; then this process ends too. A worker that replaces itself has the token
+already.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import time
 
 from paceline.cli.main import main
+from paceline.system.process import TETHER_VARIABLE
 from paceline.transports.auth import TOKEN_VARIABLE
 
 PUSH_SECONDS, ENDING_SECONDS = 0.5, 5.0
@@ -37,8 +39,8 @@ def end_with_standard_input() -> None:
 
 
 if __name__ == "__main__":
-    token = read_line()
-    if token:
+    if TETHER_VARIABLE not in os.environ and (token := read_line()):
         os.environ[TOKEN_VARIABLE] = token
+    os.environ[TETHER_VARIABLE] = "1"
     threading.Thread(target=end_with_standard_input, daemon=True).start()
     sys.exit(main(sys.argv[1:]))

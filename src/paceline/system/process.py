@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+TETHER_VARIABLE = "PACELINE_TETHERED"  # set in a worker that ends when its standard input closes
 _PR_SET_PDEATHSIG = 1
 _SAFE_PATH = "PYTHONSAFEPATH"
 

@@ -12,7 +12,7 @@ import torch
 
 from paceline.assembly.cpu_sharing import server_threads
 from paceline.assembly.own_loop import announce_loop, loop_config, loop_server
-from paceline.config import SCRIPT_MAY_DECIDE, RunConfig, from_dict
+from paceline.config import RunConfig, from_dict
 from paceline.core.buffers import BufferSizes
 from paceline.core.messages import Join
 from paceline.core.own_loop.compression import largest_capacities
@@ -30,6 +30,7 @@ from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.process import reporting
 from paceline.runtimes.server.runtime import Peers, Runtime
 from paceline.runtimes.server.service import Service, SupervisorChannel
+from paceline.settings.resolve import SCRIPT_MAY_DECIDE
 from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.tasks.script_model import ScriptModel, load_tensors
 from paceline.transports.frames import (

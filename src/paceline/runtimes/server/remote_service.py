@@ -147,6 +147,7 @@ class RemoteService:
             if self._host.stop_reason in (INTERRUPTED, TERMINATED) and time.monotonic() > deadline + STOP_SECONDS:
                 for worker, peer in list(self._peers.by_worker.items()):
                     self._give_up(peer, f"worker {worker} has not ended its script: the run is saved without it")
+            self._peers.send_rest()
             return not self._peers.by_worker
         here = [peer for peer in self._peers.by_worker.values() if peer.fileno() >= 0]
         if time.monotonic() > max([deadline, *(peer.last_heard + GRACE_SECONDS for peer in here)]):
@@ -264,6 +265,7 @@ class RemoteService:
                 self._gate.hello(peer, message, functools.partial(self._join, peer))
             elif isinstance(message, ReadWeights | ReadOptimizer | EstimatedStatistics) and self._loops is not None:
                 self._loops.take(peer, message)
+                self._peers.send_rest()  # it may have answered all who wait
         except ProtocolError as error:
             self._expel(peer, str(error))
             return
@@ -350,6 +352,7 @@ class RemoteService:
             self._dispatcher.leave(peer.worker, peer.incarnation)
         if self._loops is not None:
             self._loops.settle()
+            self._peers.send_rest()
         if not self._peers.by_worker and not self._host.server.finished:
             self._empty_since = time.monotonic()
             self._control.note(f"no worker is left: waiting {ABANDONED_SECONDS:g} s for one to come")

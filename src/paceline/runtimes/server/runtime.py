@@ -121,6 +121,11 @@ class TcpPeers(Peers[TcpPeer]):
             super().send(reply, with_state)
             self.loop.watch_writes(peer)
 
+    def send_rest(self) -> None:
+        """Go on with what connections have not taken at once, when they can be written."""
+        for peer in self.by_worker.values():
+            self.loop.watch_writes(peer)
+
     def can_checkpoint(self, server: Server) -> bool:
         """Whether every worker's latest push brought its local state, as it does once a checkpoint is due."""
         for worker, peer in self.by_worker.items():

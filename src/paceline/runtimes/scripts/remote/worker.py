@@ -19,7 +19,7 @@ from paceline.runtimes.scripts.process import run_script
 from paceline.runtimes.scripts.remote.client import LoopClient, StartAgain
 from paceline.runtimes.scripts.remote.code import ServedScript
 from paceline.runtimes.scripts.served_loop import WorkerEnv
-from paceline.system.process import die_with, helper_command, helper_environment
+from paceline.system.process import TETHER_VARIABLE, die_with, helper_command, helper_environment
 from paceline.system.signals import leave_signal
 from paceline.transports.auth import TOKEN_VARIABLE
 
@@ -37,9 +37,10 @@ class WorkerCommand:
 
     @staticmethod
     def of(words: list[str], token: bytes) -> WorkerCommand:
-        """`words` are the flags of `paceline worker`, without its number."""
+        """`words` are the flags of `paceline worker`, without its number. One that ssh started stays tied to it."""
+        module = "paceline.cli.ssh_worker" if TETHER_VARIABLE in os.environ else "paceline"
         environment = {**helper_environment(), TOKEN_VARIABLE: os.fsdecode(token)}
-        return WorkerCommand(helper_command("paceline", "worker", *words), str(Path.cwd()), environment)
+        return WorkerCommand(helper_command(module, "worker", *words), str(Path.cwd()), environment)
 
     def replace_process(self, worker: int) -> None:
         """Run it in the place of this process, with a new interpreter."""
