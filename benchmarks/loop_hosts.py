@@ -3,7 +3,9 @@
     python benchmarks/loop_hosts.py --programs DIR [--data-dir DIR] [--only mnist,dlrm] [--part ways,faults]
 
 The hosts are network namespaces with a link of 1 Gbit/s (needs root; see hosts.py). They have one disk, and no sshd: an
-`ssh` of this script runs the command in the namespace of that name. Every run on hosts uses TLS.
+`ssh` of this script runs the command in the namespace of that name. Every run on hosts uses TLS. A killed worker is
+started again; if the run is over before it has joined, the samples of its share are missing, which is shown but is no
+miss.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ from paceline.system.strict_json import to_json
 SEED, PORT, LAUNCHER_PORT = 1, 29513, 29514
 PATIENCE_SECONDS = 900.0
 WAYS, STRATEGIES, PARTS = ("--hosts", "torchrun"), ("sync", "async"), ("ways", "faults")
-FAULTS = ("worker killed", "link cut 5 s", "server killed")
+WORKER_KILLED, LINK_CUT, SERVER_KILLED = FAULTS = ("worker killed", "link cut 5 s", "server killed")
 CUT_SECONDS = 5.0
 STEPS_BEFORE_FAULT = 12
 LENGTHS = {
-    "mnist": ("--test-batch-size 500 --epochs {}", 4, 2),
+    "mnist": ("--test-batch-size 500 --epochs {}", 8, 2),
     "makemore": ("--max-steps {}", 401, 101),
     "dlrm": ("--print-freq=1000 --data-size={}", 200_000, 100_000),
 }
@@ -79,7 +81,8 @@ class Row:
 
     @property
     def is_good(self) -> bool:
-        kept = self.finished and self.lost_pushes == 0 and self.samples == self.all_samples and self.replays
+        has_all = self.samples == self.all_samples or self.how == WORKER_KILLED
+        kept = self.finished and self.lost_pushes == 0 and has_all and self.replays
         return kept and (bool(self.equal_weights) or not self.bits_count)
 
     def line(self) -> str:
@@ -135,18 +138,20 @@ class HostBench:
         with ended(processes, within=PATIENCE_SECONDS):
             _wait(lambda: (copy.run / "server.json").exists() or server.poll() is not None)
             processes += [bench.open(joining, copy.folder, host) for host in hosts]
+            judged = processes[:]
             Started(server, copy.folder, copy.run).wait_for_steps(STEPS_BEFORE_FAULT, 2)
-            if fault == "worker killed":
-                processes[-1].kill()
-                processes[-1].wait()
-                processes[-1] = bench.open(joining, copy.folder, hosts[1])
-            elif fault == "server killed":
+            if fault == WORKER_KILLED:
+                victim = judged.pop()
+                victim.kill()
+                victim.wait()
+                processes.append(bench.open(joining, copy.folder, hosts[1]))
+            elif fault == SERVER_KILLED:
                 (child,) = children(server.pid)
                 os.kill(child, signal.SIGKILL)
             else:
                 with _cut(hosts[1]):
                     time.sleep(CUT_SECONDS)
-            return self._row(fault, strategy, copy, processes)
+            return self._row(fault, strategy, copy, judged)
 
     def _row(self, how: str, strategy: str, copy: Copy, processes: list[subprocess.Popen[bytes]]) -> Row:
         began = time.monotonic()

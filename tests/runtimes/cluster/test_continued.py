@@ -126,5 +126,5 @@ def test_a_script_with_other_arguments_is_another_run(
     log_inputs(folder, [(Join(0, 0, 0), 0.0)])
     serve_or_resume(config, ListenOptions(), QUIET, command)
     assert [call[0] for call in calls] == ["serve_again"]
-    with pytest.raises(UserError, match=r"started with the script train\.py --epochs 3, and train\.py --epochs 4 is"):
+    with pytest.raises(UserError, match=r"started with 'train\.py --epochs 3', and 'train\.py --epochs 4' is asked"):
         serve_or_resume(config, ListenOptions(), QUIET, ["train.py", "--epochs", "4"])

@@ -129,9 +129,6 @@ def serve_or_resume(
         folder.discard_unstarted()
         return serve(config, options, console, command=command)
     _require_same_settings(config, folder, command)
-    if command is not None and (before := ScriptCall.load(folder).command) != command:
-        what = f"{folder.path} was started with the script {' '.join(before)}, and {' '.join(command)} is asked"
-        raise UserError(f"{what}: --continue needs the same; choose another --name for a new run")
     result = folder.result()
     if result is not None and result["status"] != "stopped":
         return folder, result

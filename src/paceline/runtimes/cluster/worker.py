@@ -61,7 +61,9 @@ class ServerAddress:
         """Create the client to this server and to the others of the run, which this one names."""
 
         def open_one(address: str, tls: Tls | None) -> LoopClient:
-            return LoopClient(address, self.token, tls, self.patience, report=report_of(address))
+            client = LoopClient(address, self.token, tls, self.patience, report=report_of(address))
+            client.runs_script = False  # until the welcome names a script
+            return client
 
         def open_shard(address: str, fingerprint: str | None) -> LoopClient:
             return open_one(address, worker_tls(fingerprint, None) if fingerprint is not None else None)
@@ -133,7 +135,7 @@ def _work_in_script(
         first = options.worker
         return work_in_processes(command, [first if first is None else first + n for n in range(options.overlap + 1)])
     assert isinstance(client.first, LoopClient)
-    client.first.begin_script(context.is_leaving)
+    client.first.runs_script, client.first.is_leaving = True, context.is_leaving
     config = replace(_config_of(welcome["config"]), threads=context.threads)
     work_in_script(client.first, welcome, config, options.script, context.say)
     return True

@@ -42,10 +42,12 @@ class StartAgain(SystemExit):
 
 
 class LoopClient(TcpClient, ScriptTransport):
-    """A worker's connection to the server of users' own loops. Before `begin_script`, it serves any worker."""
+    """A worker's connection to the server of users' own loops; of any other worker unless `runs_script`."""
 
-    _runs_script = False
-    _is_leaving: Callable[[], bool] = staticmethod(lambda: False)
+    runs_script = True
+    """Whether a script calls this client: `StartAgain` ends it where other workers join again."""
+    is_leaving: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether this process was asked to leave the run: KeyboardInterrupt ends its script after its push."""
     _num_requests = 0
     _initial_state: tuple[State, State] = ({}, {})
     _welcome: Mapping[str, Any] = MappingProxyType({})
@@ -67,20 +69,13 @@ class LoopClient(TcpClient, ScriptTransport):
         """Whether the script has said hello."""
         return self._memory is not None
 
-    def begin_script(self, is_leaving: Callable[[], bool]) -> None:
-        """From now on a script calls this client: `StartAgain` ends it where other workers join again.
-
-        If `is_leaving` becomes true, KeyboardInterrupt ends it after its push.
-        """
-        self._runs_script, self._is_leaving = True, is_leaving
-
     def keep(self, frozen: State, optimizers: State) -> None:
         """Keep what no push brings, for a server that asks for it: frozen tensors, and states of used optimizers."""
         self._initial_state = frozen, optimizers
 
     def hello(self, join: Join, memory: WorkerBuffers, facts: dict[str, Any]) -> Reply | None:
         """Join, with the initial weights if the server asks for them, and wait for the first weights."""
-        if not self._runs_script:
+        if not self.runs_script:
             return super().hello(join, memory, facts)
         reply = self._unless_refused(self._join(join, memory, facts))
         if reply is not None and not isinstance(reply, Reply):
@@ -100,11 +95,11 @@ class LoopClient(TcpClient, ScriptTransport):
 
     def exchange(self, push: Push, timing: Timing) -> Reply | None:
         """Send a push and wait for its reply. Return None if the server is gone for good."""
-        if not self._runs_script:
+        if not self.runs_script:
             return super().exchange(push, timing)
         with self._starting_again():
             reply = self._unless_refused(super().exchange(push, timing))
-        if self._is_leaving():
+        if self.is_leaving():
             raise KeyboardInterrupt
         return reply
 
