@@ -113,6 +113,7 @@ def test_a_killed_server_that_restarts_loses_nothing_and_its_scripts_start_again
     replay(tmp_path)
 
 
+@pytest.mark.long
 def test_a_worker_that_the_server_has_dropped_joins_again(tmp_path: Path) -> None:
     """Its script starts from the top and goes on where it was."""
     events = tmp_path / "runs/it/events.jsonl"
