@@ -13,7 +13,7 @@ from paceline.core.messages import Join, Leave, Push, Reply
 from paceline.core.server import Server
 from paceline.interfaces import Layout, State
 from paceline.runs.folder import RunFolder
-from paceline.runtimes.scripts.server import learn
+from paceline.runtimes.scripts.serving.server import learn
 from paceline.runtimes.scripts.session import Session, WorkerEnv
 from paceline.settings.resolve import resolve
 from paceline.transports.protocol import Hello, ScriptTransport, Timing

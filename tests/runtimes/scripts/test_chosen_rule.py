@@ -18,7 +18,7 @@ from paceline.core.own_loop.settings import LoopLayout
 from paceline.interfaces import pack
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.scripts.optimizer import AdoptedOptimizer, settings_of
-from paceline.runtimes.scripts.server import learn
+from paceline.runtimes.scripts.serving.server import learn
 from paceline.settings.resolve import resolve
 from paceline.transports.protocol import Hello
 from tests.support.own_loops import first_facts

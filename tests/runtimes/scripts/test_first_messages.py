@@ -18,7 +18,7 @@ from paceline.errors import ProtocolError, UserError
 from paceline.interfaces import pack
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.scripts.loading.loader import share
-from paceline.runtimes.scripts.server import LOOP_FACTS, expected_facts, learn
+from paceline.runtimes.scripts.serving.server import LOOP_FACTS, expected_facts, learn
 from paceline.settings.resolve import resolve
 from paceline.transports.frames import checked
 from paceline.transports.protocol import Hello

@@ -9,7 +9,7 @@ import pytest
 from paceline.core.messages import Disposition
 from paceline.errors import RunFailed
 from paceline.runs.arrival_log import Record
-from paceline.runtimes.scripts.replay_server import SILENCE_SECONDS, last_leaves, patience, receive
+from paceline.runtimes.scripts.serving.replay_server import SILENCE_SECONDS, last_leaves, patience, receive
 from paceline.transports.shared_memory import SharedMemoryPeer, channel
 
 PUSH = Record("push", 0, 0, 0, 0, 4, 0.5, 0.0, Disposition.TAKEN)

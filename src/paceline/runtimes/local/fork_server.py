@@ -24,8 +24,8 @@ ROLES = {
     "server": "paceline.runtimes.server.process:main",
     "worker": "paceline.runtimes.local.worker_process:main",
     "script": "paceline.runtimes.scripts.process:main",
-    "script server": "paceline.runtimes.scripts.server:main",
-    "replay server": "paceline.runtimes.scripts.replay_server:main",
+    "script server": "paceline.runtimes.scripts.serving.server:main",
+    "replay server": "paceline.runtimes.scripts.serving.replay_server:main",
     "ring host": "paceline.runtimes.ring.local_process:host",
     "ring worker": "paceline.runtimes.ring.local_process:worker",
 }

@@ -20,7 +20,8 @@ from paceline.core.messages import EstimatedStatistics, Push, ReadOptimizer, Rea
 from paceline.errors import DiskError, PacelineError, ProtocolError, RunFailed, UserError
 from paceline.runs.folder import NOT_COME, RunFolder
 from paceline.runtimes.scripts.served_loop import keep_in
-from paceline.runtimes.scripts.server import (
+from paceline.runtimes.scripts.serving.requests import LoopRequests
+from paceline.runtimes.scripts.serving.server import (
     LearnedRun,
     check_facts,
     expected_facts,
@@ -29,7 +30,6 @@ from paceline.runtimes.scripts.server import (
     learn,
     loop_sizes,
 )
-from paceline.runtimes.scripts.serving.requests import LoopRequests
 from paceline.runtimes.server.admission import CEILING_SECONDS, REMIND_SECONDS, Admission
 from paceline.runtimes.server.file_service import FileService
 from paceline.runtimes.server.host import Host

@@ -19,8 +19,8 @@ from paceline.runs.arrival_log import Record
 from paceline.runs.compare_replay import checkpoints_by_record, compare
 from paceline.runs.recording import open_recording
 from paceline.runs.replay import Replay
-from paceline.runtimes.scripts.server import learn
 from paceline.runtimes.scripts.serving.requests import FinalStatistics
+from paceline.runtimes.scripts.serving.server import learn
 from paceline.runtimes.server.process import reporting
 from paceline.runtimes.server.service import SupervisorChannel
 from paceline.transports.protocol import Hello, ReportedFigures
