@@ -12,6 +12,7 @@ import torch
 from paceline.errors import RunFailed, UserError
 from paceline.runtimes.scripts.remote.client import LoopClient
 from paceline.runtimes.scripts.serving import introductions
+from paceline.runtimes.server import remote_service
 from paceline.system.environment import package_version
 from paceline.transports import tcp_client
 from tests.support.served_loops import LAYOUT, TOKEN, LoopWorker, ServedLoops, in_thread
@@ -195,6 +196,54 @@ def test_a_silent_worker_0_is_lost_and_another_comes_in_its_place(
         served.wait()
         silent.close()
     assert served.error is None and served.result is not None
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that takes a silent worker for lost soon."""
+    for name in ("FIRST_SECONDS", "FLOOR_SECONDS", "CEILING_SECONDS"):
+        monkeypatch.setattr(remote_service, name, 2.5)  # heartbeats come every second
+
+
+def lose_second(served: ServedLoops) -> LoopWorker:
+    """Let two loops make a step each, and the second worker fall silent without a word. Return the first."""
+    first, second = served.worker(0), served.worker(1)
+    for thread in [in_thread(worker.hello) for worker in (first, second)]:
+        thread.join(20)
+    first.push(1.0)
+    second.push(2.0)
+    second.client._closed.set()  # no heartbeat, no reconnect
+    second.client._drop()
+    until(lambda: any("worker 1 was silent for" in note for note in served.notes), "the loss of worker 1")
+    return first
+
+
+@pytest.mark.usefixtures("impatient")
+def test_loops_that_have_ended_wait_for_one_that_was_lost_and_comes_back(tmp_path: Path) -> None:
+    with ServedLoops(tmp_path, workers=2) as served:
+        first = lose_second(served)
+        ends = in_thread(first.finish)
+        served.worker(1).client.close()  # it reconnects, learns that it is forgotten, and its script starts again
+        again = served.worker(1)
+        again.hello()
+        assert ends.is_alive(), "the run has not ended without it"
+        again.push(3.0)
+        again.finish()
+        ends.join(20)
+        served.wait()
+    assert served.error is None and served.result is not None and served.result["updates"] == 3
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_worker_that_does_not_come_back_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_service, "RETURN_SECONDS", 0.5)
+    with ServedLoops(tmp_path, workers=2) as served:
+        lose_second(served).finish()
+        served.wait()
+    assert served.error is None and served.result is not None and served.result["updates"] == 2
+    assert "1 of 2 workers were lost" in served.result["reason"]
 
 
 LIES: dict[str, dict[str, Any]] = {

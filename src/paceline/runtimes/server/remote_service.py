@@ -31,7 +31,8 @@ FIRST_SECONDS, FLOOR_SECONDS = 10.0, 5.0
 """How long a silence may last before anything was learned, and at least; CEILING_SECONDS at most."""
 LOOK_SECONDS, BUSY_SECONDS = 0.25, 1.0
 """How often time alone is checked; after a longer gap the server itself was busy, and no worker was silent."""
-ABANDONED_SECONDS = 120.0
+ABANDONED_SECONDS, RETURN_SECONDS = 120.0, 60.0
+"""How long a run without workers waits for one; and how long own loops that have ended wait for one that was lost."""
 STOP_SECONDS = 60.0  # how long a run that a signal has stopped waits for scripts that do not end
 SIGN_SECONDS = 0.5  # heartbeats that come faster than this are not learned from
 
@@ -125,6 +126,7 @@ class RemoteService:
         self._failure_detector = FailureDetector(FIRST_SECONDS, FLOOR_SECONDS, CEILING_SECONDS)
         self._dropped: dict[tuple[object, object], str] = {}  # why a worker's incarnation was dropped
         self._signs: dict[int, float] = {}  # when each worker's last heartbeat was learned from
+        self._awaited: dict[int, float] = {}  # workers of own loops that were lost, and until when they are waited for
         self._checked = time.monotonic()
         self._empty_since: float | None = None
         peers.is_drained = lambda worker: host.server.members[worker].released
@@ -172,12 +174,26 @@ class RemoteService:
         if not self._host.server.finished or self._loops is not None:
             for worker in self._failure_detector.due(now):
                 peer = self._peers.by_worker[worker]
+                self._awaited[worker] = now + RETURN_SECONDS
                 self._give_up(peer, f"worker {worker} was silent for {now - peer.last_heard:.1f} s: it is lost")
+        self._stop_waiting(now)
         if not self._host.server.finished:
             self._start.check(now)
             if self._empty_since is not None and now > self._empty_since + ABANDONED_SECONDS:
                 self._host.stop(ALL_GONE)
         return time.perf_counter() + (SOON_SECONDS if strangers_wait else LOOK_SECONDS)
+
+    @property
+    def awaits_worker(self) -> bool:
+        """Whether a worker of an own loop was lost a short while ago: its script may be starting again."""
+        return bool(self._awaited)
+
+    def _stop_waiting(self, now: float) -> None:
+        """Let the own loops that have ended go on without a worker that did not come back in time."""
+        for worker in [worker for worker, until in self._awaited.items() if now > until]:
+            del self._awaited[worker]
+            if self._loops is not None:
+                self._loops.settle()
 
     # workers come
 
@@ -298,6 +314,7 @@ class RemoteService:
             self._remove(peer)
 
     def _join(self, peer: TcpPeer, hello: Hello) -> None:
+        self._awaited.pop(peer.worker, None)
         sizes = self._gate.largest._replace(weights=self._host.server.weights.numel())
         if (why_not := self._dispatcher.join(hello, sizes)) is not None:
             why = f"worker {peer.worker} was refused: {why_not}: give it the same code and the same data"
@@ -350,6 +367,8 @@ class RemoteService:
         self._peers.remove(peer)
         if peer.slot is not None or self._loops is None:
             self._dispatcher.leave(peer.worker, peer.incarnation)
+        else:  # it has not joined: its script is starting again
+            self._awaited[peer.worker] = time.monotonic() + RETURN_SECONDS
         if self._loops is not None:
             self._loops.settle()
             self._peers.send_rest()
