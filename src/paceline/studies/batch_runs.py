@@ -121,7 +121,8 @@ def _missing(configs: list[RunConfig], console: Console) -> Iterator[tuple[list[
         try:
             yield todo, progress
         except KeyboardInterrupt:
-            kept = f"{there + progress.num_done} of {total} runs are done and kept in {configs[0].runs}"
+            num_kept = max(there + progress.num_done, sum(map(is_done, configs)))  # one may have ended just now
+            kept = f"{num_kept} of {total} runs are done and kept in {configs[0].runs}"
             raise Interrupted(f"interrupted: {kept}; run the same command to continue") from None
 
 
