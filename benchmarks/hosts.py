@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -55,7 +57,8 @@ def cannot_measure() -> bool:
 
 @contextlib.contextmanager
 def two_hosts(rate: str = RATE) -> Iterator[tuple[Host, Host]]:
-    """Set up both hosts, and remove them on exit."""
+    """Set up both hosts, and remove them on exit, also after SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     tag = uuid.uuid4().hex[:6]
     cores = sorted(os.sched_getaffinity(0))[:2]
     hosts = tuple(Host(f"pace-{tag}-{n}", f"10.77.0.{n + 1}", f"pv{tag}{n}", cores[n]) for n in range(2))
