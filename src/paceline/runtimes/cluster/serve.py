@@ -213,7 +213,6 @@ def _keep_serving(order: _ServeOrder) -> dict[str, Any]:
 
 
 def _serve(order: _ServeOrder) -> dict[str, Any]:
-
     from paceline.runtimes.server.remote_service import ForegroundChannel
     from paceline.system.memory import keep_freed_memory, raise_file_limit
     from paceline.system.subnormals import flush_subnormals

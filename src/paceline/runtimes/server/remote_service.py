@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from paceline.core.buffers import BufferSizes
 from paceline.core.failure_detector import FailureDetector
-from paceline.core.messages import EstimatedStatistics, Push, ReadOptimizer, ReadWeights
+from paceline.core.messages import OwnLoopInput, Push
 from paceline.errors import ProtocolError
 from paceline.runs.folder import ALL_GONE
 from paceline.runtimes.server.admission import CEILING_SECONDS, Admission, StartBarrier
@@ -279,7 +279,7 @@ class RemoteService:
                 self._gate.push(peer, message, functools.partial(self._apply, peer))
             elif isinstance(message, Hello):
                 self._gate.hello(peer, message, functools.partial(self._join, peer))
-            elif isinstance(message, ReadWeights | ReadOptimizer | EstimatedStatistics) and self._loops is not None:
+            elif isinstance(message, OwnLoopInput) and self._loops is not None:
                 self._loops.take(peer, message)
                 self._peers.send_rest()  # it may have answered all who wait
         except ProtocolError as error:

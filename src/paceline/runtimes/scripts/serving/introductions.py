@@ -16,7 +16,7 @@ import torch
 
 from paceline.config import RunConfig, max_workers_of
 from paceline.core.membership import Member
-from paceline.core.messages import EstimatedStatistics, Push, ReadOptimizer, ReadWeights
+from paceline.core.messages import OwnLoopInput, Push
 from paceline.errors import DiskError, PacelineError, ProtocolError, RunFailed, UserError
 from paceline.runs.folder import NOT_COME, RunFolder
 from paceline.runtimes.scripts.served_loop import keep_in
@@ -203,7 +203,7 @@ class Introductions:
                 self._ask_first()
             elif isinstance(message, InitialTensors):
                 self._learn(message)
-            elif isinstance(message, Push | ReadWeights | ReadOptimizer | EstimatedStatistics):
+            elif isinstance(message, Push | OwnLoopInput):
                 raise ProtocolError(f"worker {peer.worker} sent more than its hello before the run began")
         except ProtocolError as error:
             peer.dismiss(str(error))
