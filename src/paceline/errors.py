@@ -7,7 +7,6 @@
     ├── Diverged             training produced a NaN or an infinity: exit code 3
     ├── RunFailed            a process died, or the machine ran out of a resource: exit code 1
     │   └── ServerLost       the server process was killed; every acknowledged push is in the run folder
-    ├── ChildFailed          a child process failed: its last message and its exit code
     ├── StoreFailed          an object store did not do what was asked; the run goes on without it
     ├── UnknownWorker        a restarted server does not know this worker, which may join again
     ├── Interrupted          Ctrl-C or SIGTERM during several runs: exit code 130
@@ -65,14 +64,6 @@ class ServerLost(RunFailed):
         self.what = what
 
 
-class ChildFailed(PacelineError):
-    """A child process failed and reported why."""
-
-    def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
-
-
 class StoreFailed(PacelineError):
     """An object store is unreachable, refuses, or does not hold what was asked for."""
 
@@ -93,6 +84,16 @@ class Interrupted(PacelineError):
 
 class ProtocolError(PacelineError):
     """A peer broke the protocol; the connection is closed, the run goes on."""
+
+
+def error_of_child(text: str, exit_code: int) -> PacelineError:
+    """The error that a child process ended with, by its message and its exit code: raise it again in the parent.
+
+    >>> error_of_child("--lr must be positive", 2)
+    UserError('--lr must be positive')
+    """
+    kinds: tuple[type[PacelineError], ...] = (UserError, Diverged, Interrupted)
+    return next((kind for kind in kinds if kind.exit_code == exit_code), RunFailed)(text)
 
 
 def unknown_name(kind: str, asked: str, known: Iterable[str]) -> UserError:

@@ -69,6 +69,19 @@ def announce_rule(config: RunConfig, skew: float, report: Report) -> None:
         report({"kind": "note", "text": chosen(config, skew).line(config.workers or 1)})
 
 
+def announce_batches(config: RunConfig, batch_size: int | None, shuffles: bool, report: Report) -> None:
+    """Say that the run's batches are not those of the DataLoader that the user's task was given, if they differ."""
+    if batch_size is not None and (batch_size != config.batch_size or not shuffles):
+        order = "" if shuffles else ", in its order"
+        report(
+            {
+                "kind": "note",
+                "text": f"the task's train DataLoader has batches of {batch_size}{order}: this run shuffles its data "
+                f"set and trains on batches of {config.batch_size} (--batch-size)",
+            }
+        )
+
+
 def startup_warnings(config: RunConfig, location: Location | None) -> list[str]:
     """Warnings for the user before the run starts, one line each."""
     lines = []

@@ -43,10 +43,12 @@ def work_of(task: SupervisedTask, config: RunConfig) -> WorkAssignment:
 def make_server(
     config: RunConfig, task: SupervisedTask, work: WorkAssignment, mean: Mean | None = None, nbytes: int | None = None
 ) -> Server:
-    """Build the server of a run, at its start.
+    """Build the server of a run, at its start, after a trial step of a user's own task.
 
     On a ring, the pushes of a round arrive as their mean: `mean` returns it, and `nbytes` is what a push costs.
     """
+    if config.task is not None:
+        task.require_step(work.batches(0, config), config.seed)
     if config.device == "cpu":
         require_memory(rows_nbytes(config, task.layout.size), f"table of rule {config.rule}", "memory")
         if config.pull_codec is not None:

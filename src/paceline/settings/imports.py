@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -38,11 +40,23 @@ def make_own(kind: str, text: str, wanted: str = "FUNCTION") -> Any:
             build = getattr(_module_by_name(kind, where, text, wanted), name, None)
         if not callable(build):
             raise UserError(f"{kind} '{text}': {where} has no {wanted.lower()} '{name}'")
+        require_no_arguments(kind, text, build)
         return build()
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         raise UserError(f"{kind} '{text}' cannot be built: {in_a_line(error)}") from error
+
+
+def require_no_arguments(kind: str, text: str, build: Callable[..., Any]) -> None:
+    """Raise UserError if a function or class of the user's cannot be called without arguments."""
+    try:
+        parameters = inspect.signature(build).parameters.values()
+    except (TypeError, ValueError):
+        return
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if needed := [one.name for one in parameters if one.default is one.empty and one.kind not in optional]:
+        raise UserError(f"{kind} '{text}' needs {' and '.join(needed)}, but is called without: give them defaults")
 
 
 def in_a_line(error: BaseException) -> str:

@@ -53,6 +53,8 @@ def require_samples(part: str, inputs: Structure, targets: Structure) -> None:
     counts = [len(tensor) if tensor.dim() else 0 for tensor in tensors_of(inputs)]
     if not counts:
         raise UserError(f"{part} data: the inputs hold no tensor; give a tensor, or a tuple or dict of tensors")
+    if not any(counts):
+        raise UserError(f"{part} data: the inputs have no rows; give at least one sample, along the first axis")
     if len(set(counts)) > 1:
         found = " and ".join(map(str, counts))
         raise UserError(f"{part} data: tensors of {found} inputs; give the same number for each")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.sampler import Batches
 from paceline.errors import UserError
@@ -20,8 +21,10 @@ from paceline.randomness import mix64
 from paceline.tasks.flat import FlatModule
 from paceline.tasks.given_weights import InitialWeights
 from paceline.tasks.metrics import ConstantPrediction, Metric, MetricPass, Weight, require_metrics, weigh
-from paceline.tasks.nested import Structure, device_of, each, num_samples, require_samples, rows_of, tensors_of
+from paceline.tasks.nested import Structure, device_of, each, num_samples, rows_of, tensors_of
 from paceline.tasks.norm_statistics import MAX_BATCH, MAX_SAMPLES, StatisticsEstimator
+from paceline.tasks.own.samples import read_samples, require_alike
+from paceline.tasks.own.trial import require_loss, require_parts, trial_rows
 from paceline.tasks.step import StepSettings, TrainingStep
 
 if TYPE_CHECKING:
@@ -70,7 +73,15 @@ class ArrayLoader:
         self._transform, self._augment = transform, augment
 
     def batch(self, number: int) -> Batch:
-        indices = torch.from_numpy(self._batches.indices(number)).to(self._device)
+        return self.batch_of(self._batches.indices(number), number)
+
+    def trial(self) -> Batch:
+        """Return a batch for a trial: the first one, with the extreme class numbers of all data in it."""
+        return self.batch_of(trial_rows(self._targets, self._batches.indices(0)), 0)
+
+    def batch_of(self, rows: NDArray[np.int64], number: int) -> Batch:
+        """Return these rows as batch `number`."""
+        indices = torch.from_numpy(rows).to(self._device)
         inputs = each(lambda tensor: tensor.index_select(0, indices), self._inputs)
         generation = (self._batches.generation,) if self._batches.generation else ()
         key = mix64(self._seed, self._worker, number, *generation)
@@ -84,11 +95,13 @@ class ArrayLoader:
 
 
 class SupervisedTask:
-    """Any `torch.nn.Module` with a mean loss `loss(outputs, targets)` over in-memory `(inputs, targets)` pairs.
+    """Any `torch.nn.Module` with a mean loss `loss(outputs, targets)` over samples in memory.
 
-    Inputs and targets are tensors, or tuples or dicts of tensors. The model gets a tuple of inputs as arguments and a
-    dict as keyword arguments. `metrics` maps names to functions of (outputs, targets), which are averaged over samples,
-    or to objects with `reset`, `update` and `compute` (such as those of torchmetrics).
+    `train` and `test` are pairs `(inputs, targets)` of tensors or arrays, or of tuples or dicts of them; or a map-style
+    `Dataset` of such samples, which is read once; or a `DataLoader`, whose `dataset` and `collate_fn` are used. The
+    model gets a tuple of inputs as arguments and a dict as keyword arguments. `metrics` maps names to functions of
+    (outputs, targets), which are averaged over samples, or to objects with `reset`, `update` and `compute` (such as
+    those of torchmetrics).
 
     `transform` is applied to whole batches of inputs (normalising, casting). `augment(inputs, key)` runs before it, on
     training batches only; its random choices must be a function of the batch's key. `decay(name, parameter)` chooses
@@ -102,8 +115,8 @@ class SupervisedTask:
         self,
         model: nn.Module,
         loss: Callable[[Any, Any], Tensor],
-        train: Pair,
-        test: Pair | None = None,
+        train: Pair | Dataset[Any] | DataLoader[Any],
+        test: Pair | Dataset[Any] | DataLoader[Any] | None = None,
         *,
         metrics: Mapping[str, Metric] | None = None,
         transform: Callable[[Any], Any] | None = None,
@@ -112,9 +125,13 @@ class SupervisedTask:
         classes: Sequence[str] | None = None,
         weight: Weight | None = None,
     ) -> None:
-        for name, pair in (("train", train), ("test", test)):
-            if pair is not None:
-                require_samples(name, *pair)
+        require_parts(model, loss)
+        self.given = read_samples("train", train)
+        """The train data as it was given: a loader's batch size and order are not the run's."""
+        self.train: Pair = self.given.pair
+        self.test: Pair | None = read_samples("test", test).pair if test is not None else None
+        if self.test is not None:
+            require_alike(self.train, self.test)
         self.metrics = dict(metrics or {})
         require_metrics(self.metrics)
         self.flat = FlatModule(model, decay)
@@ -124,7 +141,6 @@ class SupervisedTask:
         self.loss_weight = 1.0
         """Factor on the loss in the gradient."""
         self.loss, self.weight = loss, weight
-        self.train, self.test = train, test
         self.transform, self.augment = transform, augment
         self.classes = tuple(classes) if classes is not None else None
         self.layout, self.state_size = self.flat.layout, self.flat.state_size
@@ -152,6 +168,22 @@ class SupervisedTask:
         with torch.no_grad():
             for buffer, value in zip(self.model.buffers(), saved, strict=True):
                 buffer.copy_(value)
+
+    def require_step(self, batches: Batches, seed: int) -> None:
+        """Raise UserError if the loss of one train batch, or of one test batch, cannot be computed. Nothing changes."""
+
+        def outputs(inputs: Structure, model: nn.Module) -> Any:
+            return self._step.outputs(inputs, {}, model)
+
+        batch = self.loader(batches, seed, 0).trial()
+        require_loss("train", self.model, outputs, self.loss, (batch.inputs, batch.targets))
+        if self.test is not None:
+            count = min(batch.samples, evaluation_batch_size(self.test[0]), num_samples(self.test[0]))
+            rows = torch.from_numpy(trial_rows(self.test[1], np.arange(count))).to(device_of(self.test))
+            inputs, targets = rows_of(self.test[0], rows), rows_of(self.test[1], rows)
+            inputs = self.transform(inputs) if self.transform is not None else inputs
+            with torch.no_grad():
+                require_loss("test", self.model, outputs, self.loss, (inputs, targets))
 
     def to(self, device: torch.device) -> SupervisedTask:
         """Move the model and the data to `device`; call it before `bind`."""

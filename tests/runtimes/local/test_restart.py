@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import ChildFailed, ServerLost, UserError
+from paceline.errors import RunFailed, ServerLost, UserError
 from paceline.runtimes.local.restart import keep_going
 
 
@@ -46,7 +46,7 @@ def test_who_complains_is_heard_and_not_started_again() -> None:
         assert not again
         raise UserError("no space is left")
 
-    with pytest.raises(ChildFailed, match="no space is left") as caught:
+    with pytest.raises(UserError, match="no space is left") as caught:
         list(keep_going(live, 5, lost))
     assert caught.value.exit_code == 2
 
@@ -56,7 +56,7 @@ def test_a_server_that_was_killed_before_it_had_a_log_is_not_started_again() -> 
         assert not again
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(ChildFailed, match="before training began"):
+    with pytest.raises(RunFailed, match="before training began"):
         list(keep_going(live, 5, lambda what: None))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paceline.assembly.preflight import announce_rule, provenance, startup_warnings
+from paceline.assembly.preflight import announce_batches, announce_rule, provenance, startup_warnings
 from paceline.assembly.run import make_join, make_server, make_worker, work_of
 from paceline.assembly.task import make_task, prepare_device
 from paceline.config import RunConfig
@@ -41,6 +41,7 @@ def train_in_process(
     for line in startup_warnings(config, location):
         report({"kind": "note", "text": line})
     announce_rule(config, work.skew, report)
+    announce_batches(config, task.given.batch_size, task.given.shuffles, report)
 
     def instance(join: Join) -> LocalWorker:
         return make_worker(config, make_task(config, dataset, given).to(device), work, join)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from paceline.errors import ChildFailed, PacelineError, ServerLost
+from paceline.errors import PacelineError, RunFailed, ServerLost, error_of_child
 from paceline.system.process import describe_end, die_with
 from paceline.system.signals import INTERRUPT_SIGNALS, InterruptHandler, handle_signals
 from paceline.system.strict_json import to_json
@@ -50,10 +50,10 @@ def keep_going(
         if status == 0:
             return
         if complaint["lost"] is None:
-            raise ChildFailed(complaint["text"], complaint["code"])
+            raise error_of_child(complaint["text"], complaint["code"])
         error = lost(complaint["lost"])
         if error is None:
-            raise ChildFailed(f"{complaint['lost']} before training began", 1)
+            raise RunFailed(f"{complaint['lost']} before training began")
         if restart == restarts:
             raise error
         yield error.what

@@ -17,7 +17,7 @@ from paceline.assembly.work import divide_work
 from paceline.config import UPKEEP, RunConfig, is_script, to_dict
 from paceline.data.datasets import Location
 from paceline.data.shared import SharedDataset
-from paceline.errors import SERVER_GONE, ChildFailed, RunFailed, ServerLost, UserError
+from paceline.errors import SERVER_GONE, RunFailed, ServerLost, UserError, error_of_child
 from paceline.interfaces import Report
 from paceline.runs.arrival_log import next_incarnation
 from paceline.runs.folder import RunFolder, require_survivors
@@ -165,7 +165,7 @@ class Supervisor:
         if row is None:
             self._server_is_silent = True  # the fork server will report how it ended
         elif row["kind"] == "failed":
-            raise ChildFailed(row["text"], row["code"])
+            raise error_of_child(row["text"], row["code"])
         elif row["kind"] == "finished":
             self._finished = True
         elif row["kind"] == "drop":
@@ -217,7 +217,10 @@ class Supervisor:
             name = self._names.get(notice["pid"], "a process")
             is_killed = self._server_is_silent and not self._finished  # the fork server will report the server's end
             if not is_killed and not (self._finished and self._was_restarted(name)):  # else it came back too late
-                raise ChildFailed(f"{name}: {notice['text']}", notice["code"])
+                is_task = self._config.task is not None and not is_script(self._config)
+                in_all = is_task and not self._folder.has_log  # every process builds the task alike
+                text = notice["text"] if in_all else f"{name}: {notice['text']}"
+                raise error_of_child(text, notice["code"])
         elif notice["kind"] == "raised":
             self._raised[notice["pid"]] = notice["text"]
         else:

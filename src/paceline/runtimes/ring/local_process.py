@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from paceline.assembly.cpu_sharing import polls_before_sleep
+from paceline.assembly.preflight import announce_batches
 from paceline.assembly.task import identity_of, make_task
 from paceline.config import from_dict
 from paceline.core.driver import BareDriver
@@ -96,6 +97,7 @@ def host(spec: dict[str, Any], fds: list[int]) -> int:
     def serve(control: SupervisorChannel) -> None:
         dataset = _dataset(spec, fds)
         place = _place(spec, dataset, 0)
+        announce_batches(place.config, place.task.given.batch_size, place.task.given.shuffles, control.send)
         gathering = RingRendezvous(place, control)
         instance, folder = place.instance(gathering.ring), RunFolder(Path(spec["folder"]))
         to_folder = folder, control.send, LocalRuntime(place.put, way="waiting")

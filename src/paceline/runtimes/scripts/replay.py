@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from paceline.config import to_dict
-from paceline.errors import ChildFailed, RunFailed
+from paceline.errors import RunFailed, error_of_child
 from paceline.interfaces import Report
 from paceline.runs.recording import Recording, ScriptCall
 from paceline.runtimes.local.fork_server import ForkServer, receive_row, request
@@ -63,7 +63,7 @@ class ReplayProcesses:
             raise RunFailed("the server of the replay was lost: see the lines above; the run itself is as it was")
         match row["kind"]:
             case "failed":
-                raise ChildFailed(row["text"], row["code"])
+                raise error_of_child(row["text"], row["code"])
             case "start":
                 self._start_script(row["worker"], row["incarnation"])
             case "replayed":

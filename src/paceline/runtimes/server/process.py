@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from paceline.assembly.cpu_sharing import server_threads
-from paceline.assembly.preflight import announce_rule
+from paceline.assembly.preflight import announce_batches, announce_rule
 from paceline.assembly.run import make_server, make_worker, sizes_of, work_of
 from paceline.assembly.task import identity_of, make_task
 from paceline.assembly.work import WorkAssignment
@@ -84,6 +84,7 @@ def make_host(
     server = make_server(config, task, work)
     if not resume:
         announce_rule(config, work.skew, report)
+        announce_batches(config, task.given.batch_size, task.given.shuffles, report)
     sizes = BufferSizes(task.layout.size, task.state_size, *server.codecs.capacities)
     require_memory(max_workers_of(config) * SharedBuffers.nbytes_for(sizes), "workers' weights")
     torch.set_num_threads(server_threads(config, task.layout))

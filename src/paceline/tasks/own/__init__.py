@@ -1,0 +1,1 @@
+"""Checks of a user's own task: its data, and one trial step."""

@@ -1,0 +1,103 @@
+"""One forward pass of a user's own task before training starts, so that a mistake is one line and not a traceback."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import UserError
+from paceline.settings.imports import in_a_line
+from paceline.tasks.flat import sharing_parameters
+from paceline.tasks.nested import Structure, tensors_of
+from paceline.tasks.own.samples import describe
+
+_BROADCASTS = "Using a target size"  # how torch warns that a loss compares every output with every target
+
+
+def require_parts(model: Any, loss: Any) -> None:
+    """Raise UserError unless `model` is a module and `loss` can be called, both made and not their classes."""
+    if isinstance(model, type):
+        raise UserError(f"the model is the class {model.__name__}: give an instance, {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise UserError(f"the model is {type(model).__name__}: give a torch.nn.Module")
+    if isinstance(loss, type):
+        raise UserError(f"the loss is the class {loss.__name__}: give an instance, {loss.__name__}()")
+    if not callable(loss):
+        raise UserError(f"the loss is {type(loss).__name__}: give a function of (outputs, targets)")
+
+
+def trial_rows(targets: Structure, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the rows of a trial batch: `rows`, of which two are replaced by those with the extreme class numbers."""
+    if not isinstance(targets, Tensor) or targets.dim() != 1 or targets.is_floating_point() or len(rows) < 2:
+        return rows
+    return np.concatenate([[int(targets.argmax()), int(targets.argmin())], rows[2:]])
+
+
+def require_loss(
+    part: str,
+    model: nn.Module,
+    outputs_of: Callable[[Structure, nn.Module], Any],
+    loss: Callable[[Any, Any], Any],
+    batch: tuple[Structure, Structure],
+) -> None:
+    """Compute the loss of one batch on a copy of the model; raise UserError if training on it would fail."""
+    try:
+        copy = sharing_parameters(model)
+    except Exception:  # a model that cannot be copied is not tried: its buffers would change
+        return
+    inputs, targets = batch
+    name, outputs = type(model).__name__, None
+    with _generators_kept(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        copy.train(part == "train")
+        try:
+            outputs = outputs_of(inputs, copy)
+        except Exception as error:
+            what = f"model {name} cannot compute on the {part} inputs, {describe(inputs)}"
+            raise UserError(f"{what}: {in_a_line(error)}{_hint(inputs)}") from error
+        try:
+            value = loss(outputs, targets)
+        except Exception as error:
+            what = f"the loss of outputs {describe(outputs)} and {part} targets {describe(targets)}{_range(targets)}"
+            raise UserError(f"{what} fails: {in_a_line(error)}") from error
+    if any(str(warning.message).startswith(_BROADCASTS) for warning in caught):
+        what = f"the loss compares outputs {describe(outputs)} with {part} targets {describe(targets)}"
+        raise UserError(f"{what}, every one with every other: give both the same shape, as in targets.unsqueeze(1)")
+    if not isinstance(value, Tensor):
+        raise UserError(f"the loss returned {type(value).__name__}: return a tensor with one number, the mean")
+    if value.numel() != 1:
+        what = f"the loss returned a tensor of shape {list(value.shape)}"
+        raise UserError(f"{what}: return one number, the mean over the batch (reduction='mean')")
+    if part == "train" and not value.requires_grad:
+        raise UserError(
+            f"the loss of model {name} does not depend on its trained parameters: compute it from the outputs, without "
+            "detach(), item() or no_grad()"
+        )
+
+
+def _hint(inputs: Structure) -> str:
+    doubles = any(tensor.dtype == torch.float64 for tensor in tensors_of(inputs))
+    return "; weights are float32: give inputs.float()" if doubles else ""
+
+
+def _range(targets: Structure) -> str:
+    if not isinstance(targets, Tensor) or targets.is_floating_point() or not targets.numel():
+        return ""
+    return f" (from {int(targets.min())} to {int(targets.max())})"
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Restore the random generators that a model may draw from."""
+    ours, numpys = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        yield
+    random.setstate(ours)
+    np.random.set_state(numpys)
