@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import generate_stub
+
 if TYPE_CHECKING:
     from paceline.settings.features import Feature
 
@@ -231,6 +233,7 @@ def main() -> None:
     """Write every generated part."""
     for page in PARTS:
         (ROOT / page).write_text(filled(page), encoding="utf-8")
+    generate_stub.main()
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.config import FIELDS, RunConfig
+from paceline.config import FIELDS, SIMULATED_ONLY, RunConfig
 from paceline.errors import UserError, unknown_name
 from paceline.launch import train as launch
 from paceline.reports.console import Console
+from paceline.settings.imports import require_no_arguments
 from paceline.settings.ranks import rank_here
 from paceline.settings.strategies import in_this_process
 from paceline.tasks.supervised import SupervisedTask
@@ -36,6 +37,9 @@ def train(
             raise unknown_name("setting", name, FIELDS)
     config = RunConfig(**settings)
     if build is not None:
+        if not callable(build) and not isinstance(build, str):
+            what = f"build is {type(build).__name__}"
+            raise UserError(f"{what}: give the function that returns the task, without calling it, as in train(build)")
         name = build if isinstance(build, str) else importable_name(build, here=in_this_process(config))
         config = dataclasses.replace(config, task=name)
     if not in_this_process(config):
@@ -45,11 +49,37 @@ def train(
     return {**result, "folder": str(folder.path)}
 
 
+def settings_of_train() -> list[inspect.Parameter]:
+    """The settings of `train` as keyword parameters, with the types that it takes."""
+    untouched = RunConfig()
+    kind, wider = inspect.Parameter.KEYWORD_ONLY, {"scale_lr": "str | float", "average": "str | float | None"}
+    found = []
+    for name, spec in FIELDS.items():
+        if name not in SIMULATED_ONLY:
+            wanted = wider.get(name, str(spec.type)).replace("list[str]", "str | list[str]")
+            if spec.metadata["metavar"] in ("DIR", "FILE"):
+                wanted = wanted.replace("str", "str | PathLike[str]")
+            wanted = wanted.replace("list[float]", "list[float] | tuple[float, ...]")
+            found.append(inspect.Parameter(name, kind, default=getattr(untouched, name), annotation=wanted))
+    return found
+
+
+def _shown_signature() -> inspect.Signature:
+    """What a notebook completes: `train` with every setting; unknown names are refused by `train` itself."""
+    written = inspect.signature(train)
+    fixed = [one for one in written.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    return written.replace(parameters=[*fixed, *settings_of_train()])
+
+
+train.__signature__ = _shown_signature()  # type: ignore[attr-defined]
+
+
 def importable_name(build: Callable[[], Any], here: bool = False) -> str:
     """The `MODULE:NAME` or `FILE.py:NAME` by which another process (or this one, if `here`) imports a function."""
-    name = build.__qualname__
+    name = getattr(build, "__qualname__", type(build).__name__)
     if not name.isidentifier() or name == "<lambda>":
         raise UserError(f"build '{name}' cannot be imported by workers: make it a function at the top of a module")
+    require_no_arguments("build", name, build)
     if build.__module__ != "__main__":
         return f"{build.__module__}:{name}"
     file = getattr(sys.modules["__main__"], "__file__", None)

@@ -6,7 +6,6 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -180,13 +179,13 @@ class Shifted(dict[str, Tensor]):
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ((torch.ones(3, 2), np.ones((3, 3))), "ndarray among the tensors, which has no rows"),
+        ((torch.ones(3, 2), {1, 2, 3}), "set among the tensors, which has no rows"),
         ({"left": torch.ones(3, 2), "right": [1, 2, 3]}, "int among the tensors"),
         (Shifted(left=torch.ones(3, 2), right=torch.ones(3, 3)), "Shifted has a __getitem__ of its own"),
     ],
 )
 def test_data_that_batches_would_not_be_taken_from_is_refused(inputs: Any, message: str) -> None:
-    """An array would go whole into every batch, and a dict's own indexing would not be called."""
+    """A set would go whole into every batch, and a dict's own indexing would not be called."""
     with pytest.raises(UserError, match=message):
         SupervisedTask(Two(), F.cross_entropy, (inputs, torch.zeros(3)))
 

@@ -1,0 +1,111 @@
+"""One trial step finds a wrong model or loss before training, and changes nothing."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import paceline
+from paceline.data.sampler import Batches
+from paceline.errors import UserError
+
+X, Y = torch.randn(40, 4), torch.arange(40) % 3
+
+
+def tried(model: Any, loss: Any, train: Any = (X, Y), test: Any = None, **more: Any) -> None:
+    """Build a task and try its step on 8 samples, as a run does."""
+    task = paceline.Task(model, loss, train, test, **more)
+    task.require_step(Batches(np.arange(40), 8, 0, 0), 0)
+
+
+def linear(outputs: int = 3) -> nn.Linear:
+    return nn.Linear(4, outputs)
+
+
+def frozen() -> nn.Module:
+    return linear().requires_grad_(False)
+
+
+class Picky(nn.Module):
+    """Draws random numbers, and changes its buffer and a counter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.calls = linear(), nn.BatchNorm1d(4), 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        noise = torch.randn(()) + random.random() + float(np.random.rand())
+        return torch.as_tensor(self.layer(self.norm(inputs)) + noise)
+
+
+CROSS = nn.functional.cross_entropy
+LATE = (X, Y.clone())
+LATE[1][39] = 7  # outside of the first batch
+MISTAKES: dict[str, tuple[Any, ...]] = {
+    "class of a model": (nn.Linear, CROSS, "the model is the class Linear: give an instance"),
+    "no model": (abs, CROSS, "the model is builtin_function_or_method: give a torch.nn.Module"),
+    "class of a loss": (
+        linear(),
+        nn.CrossEntropyLoss,
+        r"the class CrossEntropyLoss: give an instance, CrossEntropyLoss",
+    ),
+    "no loss": (linear(), "mse", "the loss is str: give a function"),
+    "no parameters": (nn.ReLU(), CROSS, "no parameter that requires a gradient"),
+    "frozen": (frozen(), CROSS, "no parameter that requires a gradient"),
+    "shape": (
+        nn.Linear(5, 3),
+        CROSS,
+        r"model Linear cannot compute on the train inputs, float32 \[8, 4\]: RuntimeError",
+    ),
+    "float64": (linear(), CROSS, (X.double(), Y), "float64 .8, 4.: RuntimeError.*give inputs.float()"),
+    "no scalar": (
+        linear(),
+        nn.CrossEntropyLoss(reduction="none"),
+        r"a tensor of shape \[8\]: return one number, the mean",
+    ),
+    "no tensor": (linear(), lambda outputs, targets: 3.0, "the loss returned float: return a tensor"),
+    "detached": (linear(), lambda outputs, targets: CROSS(outputs.detach(), targets), "without detach"),
+    "late target": (
+        linear(),
+        CROSS,
+        LATE,
+        r"targets int64 \[8\] \(from 0 to 7\) fails: IndexError: Target 7 is out of",
+    ),
+    "negative": (linear(), CROSS, (X, Y - 1), r"from -1 to 1\) fails: IndexError: Target -1 is out of"),
+    "broadcast": (
+        linear(1),
+        nn.functional.mse_loss,
+        (X, X[:, 0]),
+        "every one with every other: give both the same shape",
+    ),
+    "test target": (linear(), CROSS, (X, Y), LATE, "and test targets int64 .*Target 7"),
+    "test shape": (linear(), CROSS, (X, Y), (X[:, :2], Y), r"on the test inputs, float32 \[8, 2\]"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_mistake_is_one_line(name: str) -> None:
+    *parts, message = MISTAKES[name]
+    with pytest.raises(UserError, match=message) as caught:
+        tried(*parts)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_trial_leaves_no_trace() -> None:
+    model = Picky()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    expected = torch.rand(1).item(), random.random(), np.random.rand()
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    tried(model, CROSS, (X, Y), (X, Y), transform=lambda inputs: inputs * 2.0)
+    assert (torch.rand(1).item(), random.random(), np.random.rand()) == expected
+    assert model.calls == 0 and model.training
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,0 +1,74 @@
+"""`paceline.train` as an editor, a type checker and a notebook see it, and what it says of wrong arguments."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import generate_stub
+import pytest
+
+import paceline
+from paceline.api import importable_name
+from paceline.config import FIELDS, SIMULATED_ONLY
+
+SNIPPET = """
+import paceline
+
+def build() -> paceline.Task: ...
+
+paceline.train(build, strategy="sync", workers=2, lr=1, runs="here", track="csv", betas=(0.9, 0.99), scale_lr=2)
+paceline.train(build, strategi="async")
+paceline.train(build, workers="2")
+paceline.train(3)
+reveal_type(paceline.Task)
+"""
+
+
+def test_the_stub_is_that_of_the_settings() -> None:
+    assert generate_stub.STUB.read_text(encoding="utf-8") == generate_stub.stub(), "make pages"
+
+
+def test_a_notebook_is_shown_every_setting_of_a_real_run() -> None:
+    shown = inspect.signature(paceline.train).parameters
+    assert [*shown] == ["build", "quiet", *(name for name in FIELDS if name not in SIMULATED_ONLY)]
+    assert shown["strategy"].default == "async" and shown["workers"].annotation == "int | None"
+
+
+@pytest.mark.long
+def test_a_type_checker_refuses_wrong_names_and_types(tmp_path: Path) -> None:
+    from mypy import api
+
+    (tmp_path / "snippet.py").write_text(SNIPPET)
+    config = str(Path(__file__).parents[1] / "pyproject.toml")
+    arguments = ["--config-file", config, "--follow-imports", "silent", "--cache-dir", str(tmp_path / "cache")]
+    found, _, _ = api.run([*arguments, str(tmp_path / "snippet.py")])
+    errors = [line for line in found.splitlines() if ": error:" in line]
+    assert [line.split(":")[1] for line in errors if "empty-body" not in line] == ["7", "8", "9"], found
+    assert 'Unexpected keyword argument "strategi"' in found and "supervised.SupervisedTask" in found
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategi": "async"}, "unknown setting 'strategi': did you mean 'strategy'"),
+        ({"workers": "2"}, "workers = '2' is not of type int"),
+        ({"build": 3}, "build is int: give the function that returns the task"),
+        ({"build": lambda: None}, "make it a function at the top of a module"),
+    ],
+)
+def test_wrong_arguments_are_told_in_one_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(paceline.UserError, match=message):
+        paceline.train(**settings)
+
+
+def needy(size: int, depth: int = 2) -> None:
+    """A build function that cannot be called without arguments."""
+
+
+def test_a_build_function_with_arguments_is_refused_before_a_process_starts() -> None:
+    with pytest.raises(paceline.UserError, match="build 'needy' needs size, but is called without"):
+        importable_name(needy)
+    assert sys.modules[__name__].needy is needy
