@@ -98,6 +98,10 @@ class Supervisor:
             if fault.kind == "join":  # the server waits for it even if no worker is left
                 self._order({"kind": "expected", "worker": fault.worker})
 
+    def close(self) -> None:
+        """Close the connection to the server; a notebook goes on after a run that failed."""
+        self._control.close()
+
     def _start_worker(self, worker: int) -> None:
         server_side, worker_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own = {"name": f"worker {worker}", "worker": worker, "incarnation": self._incarnations[worker]}
@@ -319,10 +323,10 @@ def run_local(
     require_open_files(per_worker * (config.workers or 1) + OTHER_FILES)
     restarts = WorkerRestarts(config.restart_workers)
     for restart in range(1, config.restart + 2):
-        supervisor = Supervisor(forks, config, folder, processes, report, restarts)
         try:
-            supervisor.start()
-            supervisor.follow()
+            with contextlib.closing(Supervisor(forks, config, folder, processes, report, restarts)) as supervisor:
+                supervisor.start()
+                supervisor.follow()
             break
         except ServerLost as lost:
             if restart > config.restart or not forks.clear():
