@@ -62,9 +62,9 @@ class LabTimes:
         rate, chain = (number / max(self.training, 1e-9) for number in (self.gradients, self.longest))
         split = f" in {self.num_batches} batches, split to fit memory" if self.num_batches > self.num_kinds else ""
         return (
-            f"{self.num_rows} runs{split}, {self.gradients:,} gradients: tracing {seconds_text(self.tracing)}, training "
-            f"{seconds_text(self.training)} ({rate:,.0f} gradients/s, longest run {self.longest:,} updates, {chain:,.0f}/s), "
-            f"scoring {seconds_text(self.scoring)}"
+            f"{self.num_rows} runs{split}, {self.gradients:,} gradients: tracing {seconds_text(self.tracing)}, "
+            f"training {seconds_text(self.training)} ({rate:,.0f} gradients/s, longest run {self.longest:,} updates, "
+            f"{chain:,.0f}/s), scoring {seconds_text(self.scoring)}"
         )
 
 
