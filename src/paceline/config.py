@@ -52,13 +52,11 @@ def _folder_name(name: str, value: str) -> None:
         raise UserError(f"--{name} '{value}' is not a folder name: use letters, digits, dots and dashes")
 
 
+_Text = str | None
+
+
 def setting(
-    group: str,
-    default: Any,
-    text: str,
-    check: Check | None = None,
-    metavar: str | None = None,
-    alias: str | None = None,
+    group: str, default: Any, text: str, check: Check | None = None, metavar: _Text = None, alias: _Text = None
 ) -> Any:
     """Make a field of RunConfig with all that the command line needs; `alias` is a second name for its flag."""
     metadata = {"group": group, "help": text, "check": check, "metavar": metavar, "alias": alias}
@@ -198,6 +196,7 @@ class RunConfig:
     )
     eval_train: bool = _length(False, "score the train data too at each of these evaluations")
     score: str = _length("all", "what to score at the end: all, test or none")
+    train_score: str = _length("10000", "train samples to score at the end, drawn by the seed: a number, all or none")
     seed: int = _machine(0, "seed of all random choices", _seed)
     device: str = _machine("cpu", "cpu or cuda")
     threads: int | None = _machine(None, "threads of each worker (default: cores / workers)", _at_least_one)
@@ -309,8 +308,10 @@ floats are zero, and averages, statistics of norm layers and dropped pushes are 
 SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only", "parameters")
 """Settings of a simulated cluster."""
 
-UPKEEP = ("keep", "restart", "restart_workers", "stall", "recovery", "durable", "track", "robust", "mirror")
-"""Settings of a run's files, and of what its server lets in, not of its training: `paceline resume` may change them."""
+UPKEEP = (
+    *("keep", "restart", "restart_workers", "stall", "recovery", "durable", "track", "robust", "mirror", "train_score"),
+)
+"""Settings of a run's files, admission and final scores, not of its training: `paceline resume` may change them."""
 
 
 def given(config: RunConfig, names: Iterable[str]) -> list[str]:
@@ -337,7 +338,7 @@ def coerce(spec: dataclasses.Field[Any], value: Any) -> Any:
             return [float(part) if item == "float" else part for part in value]
     elif wanted in _KINDS and _is_a(wanted, value):
         return float(value) if wanted == "float" else value
-    elif spec.name in ("scale_lr", "average") and _is_a("float", value):
+    elif spec.name in ("scale_lr", "average", "train_score") and _is_a("float", value):
         return str(value)
     raise UserError(f"{spec.name} = {value!r} is not of type {wanted}")
 

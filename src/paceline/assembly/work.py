@@ -13,7 +13,8 @@ from paceline.core.schedules import Budget
 from paceline.data.partition import hold_out, hold_out_fold, partition
 from paceline.data.sampler import Batches, samples_before
 from paceline.errors import UserError
-from paceline.settings.preprocessing import fold_of, split_of
+from paceline.randomness import rng
+from paceline.settings.preprocessing import fold_of, split_of, train_score_of
 from paceline.settings.strategies import on_ring
 
 
@@ -75,6 +76,14 @@ def held_out(labels: np.ndarray[Any, Any], config: RunConfig) -> tuple[np.ndarra
     if fold is not None:
         return hold_out_fold(labels, *fold, config.seed)
     return hold_out(labels, config.validation, config.seed)
+
+
+def scored_train(train: np.ndarray[Any, Any], config: RunConfig) -> np.ndarray[Any, Any]:
+    """The samples to train on that are scored at the end: all, or as many as `--train-score`, drawn by the seed."""
+    number = train_score_of(config)
+    if number is None or number >= len(train):
+        return train
+    return np.sort(rng(config.seed, "train score").choice(train, number, replace=False))
 
 
 def divide_work(labels: np.ndarray[Any, Any], config: RunConfig, multiple_of: int = 1) -> WorkAssignment:

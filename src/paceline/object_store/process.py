@@ -23,6 +23,7 @@ from paceline.object_store.store import ObjectStore
 from paceline.object_store.takeover import require_idle, take_ownership
 from paceline.object_store.upload import FolderUpload, UploadState
 from paceline.system.strict_json import to_json
+from paceline.system.terminal import seconds_text
 
 PERIOD_SECONDS, MAX_REST_SECONDS = 2.0, 5.0
 LAG_SECONDS, LOOK_SECONDS = 60.0, 1.0
@@ -98,7 +99,9 @@ class MirrorLoop:
             if behind > LAG_SECONDS and not self._told and not self._failures:
                 self._told = behind
                 left = self._upload.state.nbytes - self._upload.state.done
-                self._note(f"{self._url} is {behind:.0f} s behind the run, {left / 1e6:,.1f} MB are on their way")
+                self._note(
+                    f"{self._url} is {seconds_text(behind)} behind the run, {left / 1e6:,.1f} MB are on their way"
+                )
 
     def _finish(self) -> bool:
         """Copy what is left, and close the manifest. Give up a store that refuses it several times."""

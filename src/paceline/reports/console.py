@@ -9,11 +9,12 @@ import select
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
 
 from paceline.analysis.reported import read_reported
 from paceline.analysis.scored_weights import LIVE, kind_of
-from paceline.system.terminal import can_redraw, fold_for, terminal_width
+from paceline.analysis.statistics import FAILED
+from paceline.system.terminal import can_redraw, fold_for, printable, seconds_text, terminal_width
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -22,7 +23,9 @@ PLAIN_SECONDS = 10.0
 LINES_PER_DOUBLING = 20
 """Plain progress lines until now, at most; then as many again each time the elapsed time doubles."""
 FRAME_SECONDS = 0.1
+TIMED_SECONDS = 1.0  # of an activity, before the time left is estimated
 NARROW = 64  # columns below which the bar is dropped and only the figures are shown
+NOTABLE_PERCENT = 5.0  # by which the least busy worker is below the mean, to be named
 MAX_CLASSES = 20  # classes listed one by one; the result has all
 MAX_WAITING, MAX_FRAMES_WAITING = 1000, 16
 """Texts that wait for a reader: beyond this, notes are dropped and counted, and frames of the bar are left out."""
@@ -104,6 +107,14 @@ class OutputQueue:
                 select.select([], [number], [])
 
 
+class Activity(NamedTuple):
+    """What the rows are about now: their kind, when they began, and at which share."""
+
+    kind: str
+    began: float
+    fraction: float
+
+
 class Console:
     """Receives the rows a host reports. Draws a bar on a terminal, else prints a line now and then."""
 
@@ -116,6 +127,7 @@ class Console:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._next_line, self._began = 0.0, time.monotonic()
+        self._activity = Activity("", 0.0, 0.0)
 
     @functools.cached_property
     def _fancy(self) -> bool:
@@ -134,11 +146,13 @@ class Console:
             case "progress":
                 self._progress(row)
             case "working":
-                self._working(row["text"], row.get("fraction"), row.get("seconds_left"))
+                self._working(row)
             case "note":
                 self.note(row["text"])
-            case "scoring" if self._bar is not None:
-                self._draw(1.0, f"scoring the {row['which']} data")
+            case "scoring":
+                if self._activity.kind != "scoring":
+                    self._next_line = 0.0
+                self._working(row)
             case "stopping":
                 self.stopping = row["reason"]
                 self.note(f"{self.stopping}: saving what there is")
@@ -155,7 +169,7 @@ class Console:
 
     def _progress(self, row: dict[str, Any]) -> None:
         if self._fancy:
-            self._draw(row["fraction"] or 0.0, _figures(row))
+            self._draw(row["fraction"] or 0.0, _figures(row), self._seconds_left(row))
         elif not self._quiet and time.monotonic() >= self._next_line and row["updates"]:
             self._next_line = time.monotonic() + self._between_lines()
             share = f"{100 * row['fraction']:3.0f} %  " if row["fraction"] is not None else ""
@@ -165,41 +179,52 @@ class Console:
         """Return the seconds until the next plain line; they grow with the run, so that a day is a hundred lines."""
         return max(PLAIN_SECONDS, (time.monotonic() - self._began) / LINES_PER_DOUBLING)
 
-    def _working(self, text: str, fraction: float | None, seconds_left: float | None) -> None:
-        """Show the progress of work other than a run: the bar if its share is known, else a line now and then."""
+    def _seconds_left(self, row: dict[str, Any]) -> float | None:
+        """Return the time left as the row says, or by the progress since rows of its kind began."""
+        kind, fraction, now = row["kind"], row.get("fraction"), time.monotonic()
+        if kind != self._activity.kind or (fraction or 0.0) < self._activity.fraction:
+            self._activity = Activity(kind, now, fraction or 0.0)
+        if (told := row.get("seconds_left")) is not None:
+            return float(told)
+        elapsed, done = now - self._activity.began, (fraction or 0.0) - self._activity.fraction
+        return elapsed * (1.0 - fraction) / done if fraction and done > 0 and elapsed >= TIMED_SECONDS else None
+
+    def _working(self, row: dict[str, Any]) -> None:
+        """Show the progress of scoring or of work other than a run: a bar if its share is known, else some lines."""
+        text, fraction, left = row["text"], row.get("fraction"), self._seconds_left(row)
         if self._quiet or time.monotonic() < self._next_line:
             return
         if self._fancy and fraction is not None:
             self._next_line = time.monotonic() + FRAME_SECONDS
-            self._draw(fraction, text)
+            self._draw(fraction, text, left)
             return
         self._next_line = time.monotonic() + (PLAIN_SECONDS / 5 if self._fancy else self._between_lines())
         share = f"{100 * fraction:3.0f} %  " if fraction is not None else ""
-        left = f", about {seconds_left:.0f} s left" if seconds_left is not None else ""
-        self.note(share + text + left)
+        self.note(share + text + (f", about {seconds_text(left)} left" if left is not None else ""))
 
-    def _draw(self, fraction: float, figures: str) -> None:
+    def _draw(self, fraction: float, figures: str, seconds_left: float | None) -> None:
         if self._output is not None and self._output.num_waiting > MAX_FRAMES_WAITING:
             return
         if self._bar is None:
             from rich.console import Console as RichConsole
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
             from rich.table import Column
 
             wide = terminal_width(self._stream) >= NARROW
             self._bar = Progress(
                 *([BarColumn(bar_width=None)] if wide else []),
                 TaskProgressColumn(),
-                *([TimeRemainingColumn(compact=True)] if wide else []),
+                *([TextColumn("{task.fields[left]}")] if wide else []),
                 TextColumn("{task.fields[figures]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
                 console=RichConsole(file=self._stream),
                 auto_refresh=False,
                 transient=True,
             )
-            self._task = self._bar.add_task("", total=1.0, figures="")
+            self._task = self._bar.add_task("", total=1.0, figures="", left="")
             self._bar.start()
         assert self._task is not None
-        self._bar.update(self._task, completed=fraction, figures=figures)
+        left = f"{seconds_text(seconds_left)} left" if seconds_left is not None else ""
+        self._bar.update(self._task, completed=fraction, figures=figures, left=left)
         self._bar.refresh()
 
     def close(self) -> None:
@@ -220,45 +245,62 @@ def _figures(row: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def clock(seconds: float) -> str:
-    """Return minutes, seconds and milliseconds, as the published tables print them.
-
-    >>> clock(175.634)
-    '02:55:634'
-    """
-    milliseconds = round(seconds * 1000)
-    return f"{milliseconds // 60000:02d}:{milliseconds // 1000 % 60:02d}:{milliseconds % 1000:03d}"
-
-
 def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folder: str) -> list[str]:
-    """Return the final lines, in the form of the published tables, with the other figures of the run."""
-    lines = [f"training time: {clock(result['train_seconds'])}"]
-    for which in ("train", "validation", "test"):
-        if result[f"{which}_accuracy"] is not None:
-            correct, total = result[f"{which}_correct"], result[f"{which}_total"]
-            lines.append(f"Average {which} accuracy: {result[f'{which}_accuracy']:.2f} % ({correct}/{total})")
-        if result[f"{which}_loss"] is not None:
-            lines.append(f"Average {which} loss: {result[f'{which}_loss']:.4f}")
-        for name, value in (result.get(f"{which}_metrics") or {}).items():
-            lines.append(f"{which.capitalize()} {name}: {_measured(value)}")
-    lines += _scored_weights(result)
+    """Return the final lines: what was trained, its scores as the published tables name them, then the other figures.
+
+    The published tables write a training time as 02:55:634; `reproduce` reads theirs, and here it is 2 min 56 s.
+    """
+    lines = [_headline(result), *_scores(result), *_scored_weights(result)]
     if result["per_class_accuracy"]:
         lines.append(_per_class(result["per_class_accuracy"], classes))
-    stale = result["staleness"]
-    lines.append(
-        f"{result['updates']} updates, {result['samples']} samples, {result['samples_per_second']:,.0f} samples/s, "
-        f"staleness mean {stale['mean']:g} max {stale['max']}, {result['dropped_pushes']} dropped"
-    )
+    lines.append(_pace(result))
+    if result["workers"] != 1:
+        stale = result["staleness"]
+        lines.append(f"staleness: mean {stale['mean']:.1f}, max {stale['max']} updates")
+    if result["dropped_pushes"]:
+        lines.append(f"dropped: {result['dropped_pushes']:,} pushes")
     if result.get("utilisation"):
         lines.append(_shares(result["utilisation"]))
     lines += _reported(result)
     if result.get("chosen_on"):
         lines.append(_choice(result))
-    if result.get("simulated"):
-        lines.append(f"{result['virtual_seconds']:g} virtual seconds, simulated in {result['wall_seconds']:.1f}")
-    lines.append(f"status: {result['status']}" + (f" ({result['reason']})" if result["reason"] else ""))
     lines.append(f"run folder: {folder}")
     return lines
+
+
+def _headline(result: dict[str, Any]) -> str:
+    """Return how the run ended, and what trained on what. The reason of a failure is a sentence of its own."""
+    reason = f" ({result['reason']})" if result["reason"] and result["status"] not in FAILED else ""
+    own = str(result["task"]).rpartition("/")[2].removeprefix("script:") if result["task"] is not None else None
+    what = printable(own) if own is not None else f"{result['model']} on {result['dataset']}"
+    workers = "1 worker" if result["workers"] == 1 else f"{result['workers']} workers"
+    return f"{result['status']}{reason}: {what}, {result['strategy']}, {workers}"
+
+
+def _scores(result: dict[str, Any]) -> list[str]:
+    """Return one line for each part of the data, test first, with the values below each other."""
+    found = []
+    for which in ("test", "validation", "train"):
+        accuracy, loss, total = (result[f"{which}_{name}"] for name in ("accuracy", "loss", "total"))
+        values = [f"{accuracy:.2f} % ({result[f'{which}_correct']}/{total})"] if accuracy is not None else []
+        if loss is not None:
+            values.append(f"loss {loss:.4f}" if values else f"{loss:.4f}")
+        values += [f"{name} {_measured(value)}" for name, value in (result.get(f"{which}_metrics") or {}).items()]
+        if values and which == "train" and total < (whole := result.get("epoch_samples") or 0):
+            values.append(f"on {total:,} of {whole:,} samples")
+        if values:
+            found.append((f"Average {which} {'accuracy' if accuracy is not None else 'loss'}:", ", ".join(values)))
+    width = max((len(label) for label, _ in found), default=0)
+    return [f"{label:<{width}} {values}" for label, values in found]
+
+
+def _pace(result: dict[str, Any]) -> str:
+    """Return the training time, virtual if the run was simulated, and the work done in it."""
+    took = seconds_text(result["train_seconds"])
+    if result.get("simulated"):
+        took += f" of virtual time, simulated in {seconds_text(result['wall_seconds'])}"
+    rate = f"{result['samples_per_second']:,.0f} samples/s"
+    return f"training time: {took}; {result['updates']:,} updates, {result['samples']:,} samples, {rate}"
 
 
 def _scored_weights(result: dict[str, Any]) -> list[str]:
@@ -300,18 +342,24 @@ def _measured(value: float | None) -> str:
 
 
 def _shares(utilisation: list[dict[str, float]]) -> str:
-    """Return how the workers spent their time, on average and for the least busy one."""
+    """Return how the workers spent their time, and the least busy one if it is far below the others.
+
+    >>> _shares([{"computing": 0.9, "waiting": 0.1, "sending": 0.0}, {"computing": 0.5, "waiting": 0.5, "sending": 0.0}])
+    'workers: 70 % computing, 30 % waiting; the least busy, worker 1: 50 % computing'
+    """
     number = len(utilisation)
     means = {name: 100 * sum(worker[name] for worker in utilisation) / number for name in utilisation[0]}
     least = min(range(number), key=lambda worker: utilisation[worker]["computing"])
-    text = "workers: " + ", ".join(f"{name} {mean:.0f} %" for name, mean in means.items())
-    return text + f"; least worker {least}, computing {100 * utilisation[least]['computing']:.0f} %"
+    lowest = 100 * utilisation[least]["computing"]
+    text = "workers: " + ", ".join(f"{mean:.0f} % {name}" for name, mean in means.items() if mean >= 0.5)
+    far = means["computing"] - lowest >= NOTABLE_PERCENT
+    return text + (f"; the least busy, worker {least}: {lowest:.0f} % computing" if far else "")
 
 
 def _per_class(accuracies: list[float | None], classes: tuple[str, ...] | None) -> str:
     names = classes or tuple(str(number) for number in range(len(accuracies)))
     scored = [(name, value) for name, value in zip(names, accuracies, strict=False) if value is not None]
-    if len(scored) > MAX_CLASSES:
-        lowest = ", ".join(f"{name} {value:.1f}" for name, value in sorted(scored, key=lambda one: one[1])[:5])
-        return f"Test accuracy of {len(scored)} classes, the lowest: {lowest}"
-    return "Test accuracy by class: " + ", ".join(f"{name} {value:.1f}" for name, value in scored)
+    lowest = sorted(scored, key=lambda one: one[1])
+    shown = lowest if len(lowest) <= MAX_CLASSES else lowest[:5]
+    more = f" of {len(scored)}" if len(shown) < len(scored) else ""
+    return f"Test accuracy by class, worst{more} first: " + ", ".join(f"{name} {value:.1f}" for name, value in shown)

@@ -8,8 +8,7 @@ from paceline.analysis.scored_weights import AVERAGED
 from paceline.analysis.statistics import FAILED
 from paceline.data.catalog import DATASETS
 from paceline.reports.console import closing_lines
-from paceline.reports.status_table import seconds_text
-from paceline.system.terminal import printable
+from paceline.system.terminal import printable, seconds_text
 
 MAX_TEXT = 400  # characters of an event: its row may come from anybody
 FIRST_WORDS = {"stopped": "Stopped early", "killed": "Ended without a result"}
@@ -106,7 +105,7 @@ def _amount(row: dict[str, Any], name: str) -> str:
 
 def _seconds(row: dict[str, Any], name: str) -> str:
     value = row.get(name)
-    return f"{value:.{0 if value >= 10 else 3}f} s" if isinstance(value, int | float) else "?"
+    return seconds_text(value) if isinstance(value, int | float) else "?"
 
 
 def _run_event(row: dict[str, Any]) -> str | None:

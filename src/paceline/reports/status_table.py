@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline.analysis.status import PARTS, RunStatus, WorkerStatus
 from paceline.analysis.stragglers import SLOW_THRESHOLD, Straggler, stragglers
 from paceline.reports.tables import Column, fit_table
-from paceline.system.terminal import fold, printable
+from paceline.system.terminal import fold, printable, seconds_text
 
 MAX_WORKERS = 32  # workers shown; `--json` has all
 MAX_NAMED = 8
@@ -43,21 +43,6 @@ def format_workers(status: RunStatus, width: int = 80, max_workers: int = MAX_WO
     elif status.status != "starting":
         parts.append(fold("its events have no figures of its workers", width))
     return parts
-
-
-def seconds_text(seconds: float | None) -> str:
-    """Return a duration with a readable number of digits.
-
-    >>> [seconds_text(value) for value in (None, 0.00042, 0.0312, 1.5, 42.0, 600.0, 8000.0)]
-    ['-', '0.42 ms', '31 ms', '1.5 s', '42 s', '10 min', '2.2 h']
-    """
-    if seconds is None:
-        return "-"
-    if seconds < 1.0:
-        return f"{1000 * seconds:.2g} ms" if seconds < 0.0995 else f"{1000 * seconds:.0f} ms"
-    if seconds < 120.0:
-        return f"{seconds:.1f} s" if seconds < 10.0 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200.0 else f"{seconds / 3600:.1f} h"
 
 
 def _run_line(status: RunStatus) -> str:

@@ -17,6 +17,7 @@ from paceline.interfaces import MAX_WORKERS
 from paceline.runs.durable_files import write_atomically
 from paceline.runs.folder import RunFolder
 from paceline.system.strict_json import to_json
+from paceline.system.terminal import seconds_text
 
 ANSWER_SECONDS, LEAVE_SECONDS = 15.0, 8.0
 """How long a requester waits for the answer, and how long the run waits for the workers before it answers."""
@@ -78,7 +79,7 @@ class DrainRequests:
             if waits and (request.at_once or not stalled):
                 still_open.append((since, request, refused))
                 continue
-            silent = f"it has not left after {now - since:.0f} s"
+            silent = f"it has not left after {seconds_text(now - since)}"
             request.answer(DrainAnswer(refused, {worker: stalled.get(worker, silent) for worker in staying}))
         self._open = still_open
 

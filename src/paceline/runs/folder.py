@@ -176,7 +176,8 @@ class RunFolder:
         if first.startswith(_CHECK) and first != _check_line(rest):  # older versions wrote none
             why = "was changed since the run wrote it: undo that, or remove its first line"
             raise UserError(f"{self.config_file} {why} to keep the change")
-        config = from_dict({**to_dict(RunConfig()), **values})
+        before = {"train_score": "all"}  # what a folder without this setting did
+        config = from_dict({**to_dict(RunConfig()), **before, **values})
         require_same_config(self.arrivals_file, config)
         return config
 

@@ -140,6 +140,7 @@ def summarise(config: RunConfig, server: Server, seconds: float, scores: dict[st
         "epochs": config.epochs,
         "epoch_mode": config.epoch_mode,
         "batch_size": config.batch_size,
+        "epoch_samples": server.budget.epoch_samples,
         "updates": server.version,
         "samples": server.samples,
         "train_seconds": round(seconds, 6),

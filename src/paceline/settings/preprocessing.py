@@ -1,4 +1,4 @@
-"""Settings of the data: how the train set is divided, how training images are augmented."""
+"""Settings of the data: how the train set is divided and scored, how training images are augmented."""
 
 from __future__ import annotations
 
@@ -19,6 +19,24 @@ def split_of(config: RunConfig) -> Split:
 def fold_of(config: RunConfig) -> tuple[int, int] | None:
     """Which fold of how many is held out, if any."""
     return parse_fold(config.fold) if config.fold is not None else None
+
+
+def train_score_of(config: RunConfig) -> int | None:
+    """How many samples of the train data to score at the end, 0 for none; None: all."""
+    text = config.train_score
+    if text in ("all", "none"):
+        return None if text == "all" else 0
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--train-score '{text}': give a number of samples, all or none")
+    return int(text)
+
+
+def check_train_score(config: RunConfig) -> None:
+    """Refuse a number of train samples to score if the end of the run scores none."""
+    train_score_of(config)
+    if config.score != "all":
+        asked = f"--train-score {config.train_score}"
+        raise UserError(f"{asked}: --score {config.score} leaves the train data out; leave out one of the two")
 
 
 def ways_of(config: RunConfig) -> tuple[str, ...]:

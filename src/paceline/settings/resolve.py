@@ -20,7 +20,7 @@ from paceline.settings.codecs import codec_of
 from paceline.settings.features import Feature
 from paceline.settings.imports import check_mirror, check_tracker
 from paceline.settings.notation import count, delays_of
-from paceline.settings.preprocessing import check_augmentation, fold_of, split_of, ways_of
+from paceline.settings.preprocessing import check_augmentation, check_train_score, fold_of, split_of, ways_of
 from paceline.settings.rules import average_horizon, check_aggregate, check_rule, trim_of
 from paceline.settings.stopping import check_goals
 from paceline.settings.strategies import (
@@ -38,7 +38,7 @@ SCRIPT_DECIDES = (
     *SIMULATED_ONLY,
     *("workers", "dataset", "model", "task", "data_dir", "batch_size", "device", "precision", "compile", "capture"),
     *("channels_last", "accumulate", "validation", "fold", "eval_every", "eval_train", "score", "target_accuracy"),
-    *("best", "recovery", "augment", "max_length", "image_size", "weights_partial", "weights_sha256"),
+    *("train_score", "best", "recovery", "augment", "max_length", "image_size", "weights_partial", "weights_sha256"),
 )
 """Settings that a user's own loop has no use for, or decides itself; `paceline run` has flags of its own for two."""
 OF_OPTIMIZER = ("optimizer", "lr", "momentum", "nesterov", "betas", "weight_decay", "clip")
@@ -362,5 +362,6 @@ PARSED: dict[str, Callable[[RunConfig], object]] = {
     "max_length": check_augmentation,
     "stall": _check_stall,
     "aggregate": trim_of,
+    "train_score": check_train_score,
 }
 """Settings with a notation of their own, and what parses and checks each."""

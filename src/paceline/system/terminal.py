@@ -1,4 +1,4 @@
-"""Fit text to the width of the terminal, escape what a terminal would obey, and detect whether it can redraw."""
+"""Fit text to the width of the terminal, escape what a terminal would obey, write durations, detect redrawing."""
 
 from __future__ import annotations
 
@@ -27,6 +27,27 @@ def terminal_width(stream: TextIO | None = None) -> int:
 def table_width() -> int:
     """Return the width for a table on standard output; unlimited if the output is not a terminal."""
     return terminal_width() if sys.stdout.isatty() or os.environ.get("COLUMNS") else UNLIMITED_WIDTH
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Return a duration as people write it: with its two largest units, or two digits.
+
+    >>> [seconds_text(value) for value in (None, 0.00042, 0.0312, 0.896, 1.5, 42.0)]
+    ['-', '0.42 ms', '31 ms', '0.9 s', '1.5 s', '42 s']
+    >>> [seconds_text(value) for value in (275.4, 600.0, 7500.0, 100_000.0)]
+    ['4 min 35 s', '10 min', '2 h 5 min', '1 d 4 h']
+    """
+    if seconds is None:
+        return "-"
+    if seconds < 0.0995:
+        return f"{1000 * seconds:.2g} ms" if seconds else "0 s"
+    if seconds < 9.95:
+        return f"{seconds:.2g} s" if seconds < 0.995 else f"{seconds:.1f} s"
+    for large, small, unit, smaller in ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s")):
+        number, rest = divmod(round(seconds / small), large // small)
+        if number:
+            return f"{number} {unit} {rest} {smaller}" if rest else f"{number} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def printable(text: str, limit: int = 200) -> str:

@@ -233,8 +233,18 @@ class SupervisedTask:
         return loss.item()
 
     @torch.no_grad()
-    def evaluate(self, weights: Tensor, state: Tensor | None, data: Pair, indices: Tensor | None = None) -> Scores:
-        """Return loss, accuracy and metrics of `weights` on `data` (or on rows `indices`); bound memory stays as is."""
+    def evaluate(
+        self,
+        weights: Tensor,
+        state: Tensor | None,
+        data: Pair,
+        indices: Tensor | None = None,
+        on_batch: Callable[[int], None] | None = None,
+    ) -> Scores:
+        """Return loss, accuracy and metrics of `weights` on `data` (or on rows `indices`); bound memory stays as is.
+
+        `on_batch` is called with the number of samples of each batch.
+        """
         inputs, targets = data
         total = num_samples(inputs) if indices is None else len(indices)
         tensors = self.flat.tensors(weights, state)
@@ -260,6 +270,8 @@ class SupervisedTask:
                     right = outputs.argmax(1) == y
                     seen += torch.bincount(y, minlength=num_classes).cpu()
                     hits += torch.bincount(y[right], minlength=num_classes).cpu()
+                if on_batch is not None:
+                    on_batch(samples)
         per_class = tuple(100.0 * h / s if s else None for h, s in zip(hits.tolist(), seen.tolist(), strict=True))
         scores = Scores(loss_sum / max(items, 1.0), int(hits.sum()), total, per_class, metrics.compute())
         return replace(scores, **constant.result()) if num_classes and constant is not None else scores

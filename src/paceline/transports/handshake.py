@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.errors import ProtocolError, UserError
-from paceline.system.terminal import printable
+from paceline.system.terminal import printable, seconds_text
 from paceline.transports import auth, frames
 from paceline.transports.auth import TOKEN_VARIABLE, ClientHandshake, OtherVersion, WrongToken
 from paceline.transports.connection import Connection, JoinRefused, TlsConnection, connected, read, send
@@ -143,14 +143,14 @@ class ConnectionReport:
                 return
             self._lost_at = time.monotonic()
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
-        self._say(f"{what}: trying for {left:.0f} s more, until {until}")
+        self._say(f"{what}: trying for {seconds_text(left)} more, until {until}")
 
     def back(self) -> None:
         """The server has welcomed a connection."""
         with self._lock:
             since, self._lost_at = self._lost_at, None
         if since is not None:
-            self._say(f"the server at {self.address} is back after {time.monotonic() - since:.0f} s")
+            self._say(f"the server at {self.address} is back after {seconds_text(time.monotonic() - since)}")
 
     def dropped(self, reason: str) -> None:
         """The server goes on without a worker of this process, whose step has not ended."""

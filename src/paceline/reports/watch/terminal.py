@@ -12,9 +12,9 @@ from paceline.analysis.scored_weights import SHORT
 from paceline.analysis.statistics import FAILED
 from paceline.analysis.status import UNDER_WAY, RunSnapshot, RunStatus
 from paceline.reports.sentences import event_sentence
-from paceline.reports.status_table import MAX_LETTERS, MAX_WORKERS, format_run, format_workers, seconds_text
+from paceline.reports.status_table import MAX_LETTERS, MAX_WORKERS, format_run, format_workers
 from paceline.reports.watch.sources import RunSource, pause_after
-from paceline.system.terminal import printable
+from paceline.system.terminal import printable, seconds_text
 
 PLAIN_SECONDS = 10.0
 LEVELS = "▁▂▃▄▅▆▇█"

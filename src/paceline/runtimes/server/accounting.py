@@ -15,6 +15,7 @@ from paceline.core.failure_detector import FailureDetector, StallDetector
 from paceline.core.messages import Input, Join, Leave, Push, Reply
 from paceline.core.server import Server
 from paceline.runtimes.server.timing import RECENT, TimingCollector
+from paceline.system.terminal import seconds_text
 
 MAX_COUNTS = 100  # most staleness values in one row
 
@@ -42,15 +43,15 @@ class Stall(NamedTuple):
         """One line for the user.
 
         >>> print(Stall(2, 34.2, 0.0201))
-        worker 2 has made no step for 34 s; its usual step takes 0.02 s
+        worker 2 has made no step for 34 s; its usual step takes 20 ms
         """
         return f"worker {self.worker} has made {self.what}"
 
     @property
     def what(self) -> str:
         """How long it has made no step, beside its usual step."""
-        usual = "it has made none before" if self.usual is None else f"its usual step takes {self.usual:.2g} s"
-        return f"no step for {self.seconds:.0f} s; {usual}"
+        usual = "it has made none before" if self.usual is None else f"its usual step takes {seconds_text(self.usual)}"
+        return f"no step for {seconds_text(self.seconds)}; {usual}"
 
 
 DIGITS = {"step": 6, "send": 6}

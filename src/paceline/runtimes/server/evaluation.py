@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from paceline.assembly.work import WorkAssignment
+from paceline.assembly.work import WorkAssignment, scored_train
 from paceline.config import RunConfig, is_simulated
 from paceline.core.server import Server
 from paceline.interfaces import Report, Scores
@@ -19,11 +22,12 @@ from paceline.runs.folder import ALL_GONE, NOT_COME
 from paceline.runs.result import finite, is_averaged, shared_state
 from paceline.runs.snapshots import BestWeights
 from paceline.runtimes.server.timing import TimingCollector, TrainingClock
+from paceline.settings.preprocessing import train_score_of
 from paceline.settings.stopping import chosen_part
 from paceline.system.cpu import cores
 from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.tasks.nested import device_of, num_samples
-from paceline.tasks.supervised import SupervisedTask
+from paceline.tasks.supervised import Pair, SupervisedTask
 
 
 class Evaluator:
@@ -61,14 +65,17 @@ class Evaluator:
         server, part = self._server, self._part
         self.next_samples = self._next_after(server.samples)
         began = time.perf_counter()
-        scores = self._score(part)
+        parts = [self._pass(part), *([self._pass("train")] if self._config.eval_train else [])]
+        progress = ScoringProgress(self._report, sum(one.num_samples for one in parts if one is not None))
+        scores = self._score(parts[0], progress)
         seconds = {} if is_simulated(self._config) else {f"{part}_seconds": round(time.perf_counter() - began, 3)}
         assert scores is not None, "an evaluation is only due if there is data to score"
         if self._best is not None:
             self._best.save_if_best(server, scores)
         found = _columns(part, scores)
-        if self._config.eval_train and (train := self._score("train")) is not None:
-            found |= _columns("train", train)
+        for train in parts[1:]:
+            if (on_train := self._score(train, progress)) is not None:
+                found |= _columns("train", on_train)
         at = {"updates": server.version, "samples": server.samples}
         self._events.write("evaluation", self._clock.now(), **at, **found, **seconds)
         epochs = server.samples / server.budget.epoch_samples
@@ -83,12 +90,13 @@ class Evaluator:
 
         If they are averaged, score the live ones too, on the test and validation data.
         """
-        scores: dict[str, Scores | None] = {}
+        passes = {}
         for which in self._final_parts(diverged, stop_reason):
-            self._report({"kind": "scoring", "which": which})
-            scores[which] = self._score(which)
+            passes[which] = self._pass(which, is_final=True)
             if which != "train" and is_averaged(self._server):
-                scores[f"live_{which}"] = self._score(which, live=True)
+                passes[f"live_{which}"] = self._pass(which, live=True)
+        progress = ScoringProgress(self._report, sum(one.num_samples for one in passes.values() if one is not None))
+        scores = {name: self._score(one, progress) for name, one in passes.items()}
         if self._best is not None and (last := scores.get(self._part)) is not None:
             self._best.save_if_best(self._server, last)
         return scores
@@ -101,34 +109,82 @@ class Evaluator:
             return
         last = "test" if self._config.fold is None else "validation"
         is_whole = stop_reason != INTERRUPTED and self._config.score != "test"
-        if is_whole:
+        if is_whole and train_score_of(self._config) != 0:
             yield "train"
         if last != "validation" and (is_whole or (self._best is not None and self._part == "validation")):
             yield "validation"
         yield last
 
-    def _score(self, which: str, live: bool = False) -> Scores | None:
-        """Score the train, validation or test data; None if there is none."""
+    def _pass(self, part: str, live: bool = False, is_final: bool = False) -> ScoringPass | None:
+        """Return what to score of the train, validation or test data; None if there is none."""
         assert self._task is not None, "only a task with data can be scored"
         task, work = self._task, self._work
-        data = task.test if which == "test" else task.train
-        rows = None
-        if work is not None and which != "test":
-            rows = work.train if which == "train" else work.validation
-        if data is None or (which == "validation" and (rows is None or not len(rows))):
+        data = task.test if part == "test" else task.train
+        if data is None or (part == "validation" and (work is None or not len(work.validation))):
             return None
-        is_part = rows is not None and len(rows) < num_samples(data[0])
-        indices = torch.from_numpy(rows).to(device_of(data)) if rows is not None and is_part else None
-        self._events.write("scoring", self._clock.now(), which=which)
+        rows, whole = None, num_samples(data[0])
+        if part != "test":
+            rows = np.arange(whole) if work is None else work.validation if part == "validation" else work.train
+            if part == "train" and is_final:
+                rows = scored_train(rows, self._config)
+        return ScoringPass(part, live, data, rows if rows is not None and len(rows) < whole else None)
+
+    def _score(self, one: ScoringPass | None, progress: ScoringProgress) -> Scores | None:
+        if one is None:
+            return None
+        assert self._task is not None
+        task, server = self._task, self._server
+        indices = torch.from_numpy(one.rows).to(device_of(one.data)) if one.rows is not None else None
+        self._events.write("scoring", self._clock.now(), which=one.part)
         os.sched_setaffinity(0, self._cores)  # a worker may have lent the server its core
         before = torch.get_num_threads()
         torch.set_num_threads(cores())
+        progress.begin(one)
         try:
             with self._timings.scoring():
-                weights = self._server.weights if live else self._server.evaluated
-                return task.evaluate(weights, shared_state(self._server, task, weights), data, indices)
+                weights = server.weights if one.live else server.evaluated
+                return task.evaluate(weights, shared_state(server, task, weights), one.data, indices, progress.add)
         finally:
             torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class ScoringPass:
+    """One pass over a part of the data, or over these rows of it, with the published or the live weights."""
+
+    part: str
+    live: bool
+    data: Pair
+    rows: NDArray[np.int64] | None
+
+    @property
+    def num_samples(self) -> int:
+        return num_samples(self.data[0]) if self.rows is None else len(self.rows)
+
+
+SILENT_SECONDS, REPORT_SECONDS = 1.0, 0.25
+
+
+class ScoringProgress:
+    """Reports the scored share of all samples and the time left: nothing in the first second, then now and then."""
+
+    def __init__(self, report: Report, total: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._report, self._total, self._clock = report, total, clock
+        self._done, self._what, self._began = 0, "", clock()
+        self._next = self._began + SILENT_SECONDS
+
+    def begin(self, one: ScoringPass) -> None:
+        """Name what is scored from now on."""
+        self._what = f"scoring the {one.part} data" + (" with the live weights" if one.live else "")
+
+    def add(self, samples: int) -> None:
+        """Count samples, and report if it is time to."""
+        self._done, now = self._done + samples, self._clock()
+        if now >= self._next and self._done < self._total:
+            self._next = now + REPORT_SECONDS
+            left = (now - self._began) * (self._total - self._done) / self._done
+            row = {"text": self._what, "fraction": round(self._done / self._total, 6), "seconds_left": round(left, 1)}
+            self._report({"kind": "scoring", **row})
 
 
 def _columns(part: str, scores: Scores) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from paceline.runtimes.server.runtime import LoopService, TcpPeers
 from paceline.runtimes.server.service import GRACE_SECONDS, Dispatcher, SupervisorChannel, serve_until
 from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.system.strict_json import to_json
+from paceline.system.terminal import seconds_text
 from paceline.transports.listener import SOON_SECONDS, JoinRequest, Listener
 from paceline.transports.protocol import HEARD, Hello, Keepalive, ReportedFigures
 from paceline.transports.tcp_server import TcpPeer
@@ -175,7 +176,7 @@ class RemoteService:
             for worker in self._failure_detector.due(now):
                 peer = self._peers.by_worker[worker]
                 self._awaited[worker] = now + RETURN_SECONDS
-                self._give_up(peer, f"worker {worker} was silent for {now - peer.last_heard:.1f} s: it is lost")
+                self._give_up(peer, f"worker {worker} was silent for {seconds_text(now - peer.last_heard)}: it is lost")
         self._stop_waiting(now)
         if not self._host.server.finished:
             self._start.check(now)

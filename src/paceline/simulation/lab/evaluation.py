@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.assembly.work import held_out
+from paceline.assembly.work import held_out, scored_train
+from paceline.config import RunConfig
 from paceline.core.rules.averaged import Averaged
 from paceline.interfaces import Layout, Scores
+from paceline.settings.preprocessing import train_score_of
 from paceline.simulation.lab.batch import RunBatch
 from paceline.simulation.lab.gradients import views
 from paceline.simulation.lab.inputs import Images
@@ -38,32 +42,46 @@ def _scores_of(
     batch: RunBatch, place_of_weights: int, train: Images, test: Images, parts: Sequence[str]
 ) -> dict[int, dict[str, Scores | None]]:
     weights = torch.stack([batch.final[number][place_of_weights] for number in batch.ended])
-    configs = [batch.rows[number].config for number in batch.ended]
-
-    def on(data: Images) -> tuple[Tensor, Tensor, Tensor]:
-        return score(configs[0].model, batch.layout, weights, data)
-
-    found: dict[int, dict[str, Scores | None]] = {number: {} for number in batch.ended}
-    on_train = on(train) if "train" in parts else None
-    on_test = on(test) if "test" in parts and any(config.fold is None for config in configs) else None
     labels = train.labels.cpu().numpy()
-    on_part: dict[tuple[int, float, str | None], tuple[tuple[Tensor, Tensor, Tensor], Tensor]] = {}
-    for place, (number, config) in enumerate(zip(batch.ended, configs, strict=True)):
-        scores = found[number]
-        if on_train is not None:
-            scores["train"] = _scores(on_train, place, train.labels)
-        if on_test is not None and config.fold is None:
-            scores["test"] = _scores(on_test, place, test.labels)
-        if "validation" in parts and (config.validation or config.fold is not None):
-            address = (config.seed, config.validation, config.fold)
-            if address not in on_part:
-                part = torch.from_numpy(held_out(labels, config)[1]).to(train.labels.device)
-                chosen = Images(train.images[part], train.labels[part], train.scale, train.shift)
-                on_part[address] = on(chosen), chosen.labels
-            held = scores["validation"] = _scores(on_part[address][0], place, on_part[address][1])
-            if on_train is not None:
-                scores["train"] = _without(_scores(on_train, place, train.labels), held)
+    found: dict[int, dict[str, Scores | None]] = {number: {} for number in batch.ended}
+    for part in parts:
+        groups: dict[Hashable, list[int]] = {}
+        for place, number in enumerate(batch.ended):
+            if (address := _address(part, batch.rows[number].config)) is not None:
+                groups.setdefault(address, []).append(place)
+        for places in groups.values():
+            numbers = [batch.ended[place] for place in places]
+            config = batch.rows[numbers[0]].config
+            data = test if part == "test" else _rows_of(train, _chosen(part, labels, config))
+            sums = score(config.model, batch.layout, weights[places], data)
+            for place, number in enumerate(numbers):
+                found[number][part] = _scores(sums, place, data.labels)
     return found
+
+
+def _address(part: str, config: RunConfig) -> Hashable:
+    """Return what decides which samples of a part are scored; None if a run does not score it."""
+    held = (config.seed, config.validation, config.fold) if config.validation or config.fold is not None else ()
+    match part:
+        case "test":
+            return () if config.fold is None else None
+        case "validation":
+            return held or None
+        case _:
+            number = train_score_of(config)
+            return None if number == 0 else (held, number, config.seed if number is not None else None)
+
+
+def _chosen(part: str, labels: NDArray[np.int64], config: RunConfig) -> NDArray[np.int64]:
+    train, validation = held_out(labels, config)
+    return validation if part == "validation" else scored_train(train, config)
+
+
+def _rows_of(data: Images, rows: NDArray[np.int64]) -> Images:
+    if len(rows) == len(data.labels):
+        return data
+    chosen = torch.from_numpy(rows).to(data.labels.device)
+    return Images(data.images[chosen], data.labels[chosen], data.scale, data.shift)
 
 
 def score(model: str, layout: Layout, weights: Tensor, data: Images, chunk: int = 500) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,7 +105,9 @@ def score(model: str, layout: Layout, weights: Tensor, data: Images, chunk: int 
 
 def _scores(sums: tuple[Tensor, Tensor, Tensor], number: int, labels: Tensor) -> Scores:
     loss, right, per_class = (tensor[number] for tensor in sums)
-    accuracies, counts = tuple(round(100.0 * float(value), 4) for value in per_class), torch.bincount(labels)
+    counts = torch.bincount(labels)
+    pairs = zip(per_class.tolist(), counts.tolist(), strict=True)
+    accuracies = tuple(round(100.0 * value, 4) if count else None for value, count in pairs)
     scores = Scores(float(loss), round(float(right) * len(labels)), len(labels), accuracies)
     return replace(scores, constant_correct=int(counts.max()), constant_loss=_entropy(counts))
 
@@ -96,12 +116,3 @@ def _entropy(counts: Tensor) -> float:
     """Return the mean loss of predicting the class frequencies."""
     shares = counts.double() / counts.sum()
     return -float(torch.special.xlogy(shares, shares).sum())
-
-
-def _without(whole: Scores, held: Scores) -> Scores:
-    """Return the scores of the whole set without the held-out samples."""
-    total = whole.total - held.total
-    loss = (whole.loss * whole.total - held.loss * held.total) / total
-    scores = Scores(loss, whole.correct - held.correct, total, (None,) * len(whole.per_class))
-    correct = whole.constant_correct - held.constant_correct
-    return replace(scores, constant_correct=correct, constant_loss=whole.constant_loss)  # classes are held out evenly

@@ -25,6 +25,7 @@ from paceline.simulation.lab.models import BATCHED
 from paceline.simulation.lab.packing import available_memory, group_rows, memory_of, split_to_fit
 from paceline.simulation.lab.trace_pool import traced
 from paceline.system.subnormals import flush_subnormals
+from paceline.system.terminal import seconds_text
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ class LabTimes:
         rate, chain = (number / max(self.training, 1e-9) for number in (self.gradients, self.longest))
         split = f" in {self.num_batches} batches, split to fit memory" if self.num_batches > self.num_kinds else ""
         return (
-            f"{self.num_rows} runs{split}, {self.gradients:,} gradients: tracing {self.tracing:.1f} s, training "
-            f"{self.training:.1f} s ({rate:,.0f} gradients/s, longest run {self.longest:,} updates, {chain:,.0f}/s), "
-            f"scoring {self.scoring:.1f} s"
+            f"{self.num_rows} runs{split}, {self.gradients:,} gradients: tracing {seconds_text(self.tracing)}, "
+            f"training {seconds_text(self.training)} ({rate:,.0f} gradients/s, longest run {self.longest:,} updates, "
+            f"{chain:,.0f}/s), scoring {seconds_text(self.scoring)}"
         )
 
 

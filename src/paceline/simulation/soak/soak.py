@@ -16,6 +16,7 @@ from paceline.settings.strategies import strategy_of
 from paceline.simulation.soak.draw import Trial, draw, with_faults
 from paceline.simulation.soak.trial import TrialRecord, perform
 from paceline.simulation.soak.violation import InvariantViolation
+from paceline.system.terminal import seconds_text
 
 REPEATED = 4
 PROGRESS_SECONDS = 5.0
@@ -116,13 +117,13 @@ class SoakSummary:
     def progress(self) -> str:
         rate = self.seeds / (time.monotonic() - self.began)
         left = (self.asked - self.seeds) / rate
-        return f"{self.seeds} of {self.asked} seeds, {rate:.0f} a second, {left:.0f} s left"
+        return f"{self.seeds} of {self.asked} seeds, {rate:.0f} a second, {seconds_text(left)} left"
 
     def lines(self) -> list[str]:
         """Return the summary as text."""
         seconds = time.monotonic() - self.began
         return [
-            f"{self.seeds} seeds from {self.first} on in {seconds:.1f} s: "
+            f"{self.seeds} seeds from {self.first} on in {seconds_text(seconds)}: "
             + ("every promise was kept" if self.failure is None else "a promise was broken"),
             f"{self.pushes} pushes, {self.updates} updates, {self.restarts} restarts of the server; "
             f"{self.unfinished} runs lost all their workers, {self.diverged} were ended by a NaN, "

@@ -26,6 +26,7 @@ from paceline.studies.landscape.plane import Plane, nearest_plane
 from paceline.system.cpu import cores
 from paceline.system.strict_json import to_json
 from paceline.system.subnormals import flush_subnormals
+from paceline.system.terminal import seconds_text
 from paceline.tasks.given_weights import read_given
 
 SCHEMA = 1
@@ -142,7 +143,7 @@ class SurveyProgress:
         """Count one loss and report the progress."""
         self._done += 1
         left = self.seconds * (self._total - self._done) / self._done
-        later = f", about {left:.0f} s left" if self._done >= MIN_TIMED_LOSSES else ""
+        later = f", about {seconds_text(left)} left" if self._done >= MIN_TIMED_LOSSES else ""
         share = 100 * self._done / self._total
         text = f"{share:3.0f} %  {self._done} of {self._total} losses{later}"
         self._console.report({"kind": "working", "text": text})

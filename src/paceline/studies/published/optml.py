@@ -59,6 +59,7 @@ class PublishedRow:
             epochs=epochs,
             epoch_mode="own",
             batch_size=32,
+            train_score="all",
             seed=seed,
             threads=1,
             speeds=JITTER,

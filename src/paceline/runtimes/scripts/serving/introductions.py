@@ -35,6 +35,7 @@ from paceline.runtimes.server.file_service import FileService
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.remote_service import ForegroundChannel, RemoteService, SingleServer
 from paceline.runtimes.server.runtime import TcpPeers
+from paceline.system.terminal import seconds_text
 from paceline.transports.listener import JoinRequest, Listener
 from paceline.transports.protocol import Hello, InitialTensors, unreadable
 from paceline.transports.tcp_server import TcpPeer
@@ -166,7 +167,9 @@ class Introductions:
         if seconds > self._remind_after:
             self._remind_after *= 2.0
             here = f"{len(self.peers.by_worker)} of {self._run.server.max_workers} workers are here"
-            self._control.note(f"{here} after {seconds:.0f} s, and worker 0 has not called session.prepare(...) yet")
+            self._control.note(
+                f"{here} after {seconds_text(seconds)}, and worker 0 has not called session.prepare(...) yet"
+            )
 
     def _admit(self, applicants: list[JoinRequest]) -> None:
         for applicant in applicants:
@@ -240,7 +243,9 @@ class Introductions:
         """Free the place of a worker whose machine is gone, or that does not reconnect."""
         for peer in list(self.peers.by_worker.values()):
             if now - peer.last_heard > CEILING_SECONDS:
-                self._control.note(f"worker {peer.worker} was silent for {now - peer.last_heard:.0f} s: it is lost")
+                self._control.note(
+                    f"worker {peer.worker} was silent for {seconds_text(now - peer.last_heard)}: it is lost"
+                )
                 self._forget(peer)
 
     def _forget(self, peer: TcpPeer, keeps_place: bool = False) -> None:

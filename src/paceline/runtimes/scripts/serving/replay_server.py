@@ -23,6 +23,7 @@ from paceline.runtimes.scripts.serving.requests import FinalStatistics
 from paceline.runtimes.scripts.serving.server import learn
 from paceline.runtimes.server.process import reporting
 from paceline.runtimes.server.service import SupervisorChannel
+from paceline.system.terminal import seconds_text
 from paceline.transports.protocol import Hello, ReportedFigures
 from paceline.transports.shared_memory import SharedMemoryPeer
 
@@ -58,7 +59,7 @@ def receive(peer: SharedMemoryPeer, patience: float, what: str) -> Hello | Push 
         while isinstance(message := peer.receive(), ReportedFigures):
             pass
     except TimeoutError:
-        silence = f"worker {peer.worker} was silent for {patience:.0f} s, but the log has {what} of it"
+        silence = f"worker {peer.worker} was silent for {seconds_text(patience)}, but the log has {what} of it"
         raise RunFailed(f"{silence}: the script waits for something, or does other work than in the run") from None
     except ProtocolError as error:
         raise RunFailed(f"{error}: the script does other work than in the run") from None
