@@ -29,7 +29,7 @@ class WorkerStatus:
     """Status of one worker; None means not measured."""
 
     worker: int
-    state: str  # live, held (by the server), draining, paused, stalled, lost, awaited or done
+    state: str  # live, held (by the server), draining, paused, stalled, lost, awaited, drained or done
     shares: dict[str, float] = field(default_factory=dict)  # shares of its time, by part
     step_seconds: float | None = None
     sending_seconds: float | None = None  # seconds per push

@@ -11,6 +11,7 @@ from paceline.analysis.status import WorkerStatus
 SLOW_THRESHOLD = 1.5  # A worker is slow if it takes this many times the median of the others
 MIN_STEPS = 3
 GONE = ("paused", "stalled", "lost")
+DRAINED = "drained"  # it left by request: it delays nobody, and its figures end before those of the others
 MIN_LINK_SHARE = 0.1  # A link is reported if its excess over the others is at least this share of the worker's time
 
 
@@ -42,7 +43,7 @@ def stragglers(workers: Sequence[WorkerStatus]) -> list[Straggler]:
     """
     gone = [worker for worker in workers if worker.state in GONE]
     missing = [Straggler(worker.worker, worker.state, worker.silent, worker.normal) for worker in gone]
-    steady = [worker for worker in workers if worker.steps >= MIN_STEPS and worker.state not in GONE]
+    steady = [worker for worker in workers if worker.steps >= MIN_STEPS and worker.state not in (*GONE, DRAINED)]
     slow = _slower("compute", [(worker, worker.step_seconds) for worker in steady])
     spent = {worker.worker: (worker.step_seconds or 0.0) + (worker.sending_seconds or 0.0) for worker in steady}
     for found in _slower("link", [(worker, worker.sending_seconds) for worker in steady]):

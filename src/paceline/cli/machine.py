@@ -128,6 +128,7 @@ def _disk(found: MachineReport) -> None:
 
 
 def _data(found: MachineReport) -> None:
+    from paceline.data.datasets import remedy
     from paceline.data.download import status
 
     for row in status(None):
@@ -135,4 +136,4 @@ def _data(found: MachineReport) -> None:
             found.good(f"data set {row.name}: {row.origin}, {row.path}")
         elif not row.found or row.name == "fashion-mnist":
             state = "a built-in sample only" if row.found else "not here"
-            found.advise(f"data set {row.name}: {state}; 'paceline data get {row.name}' fetches it")
+            found.advise(f"data set {row.name}: {state}; {remedy(row.name)}")

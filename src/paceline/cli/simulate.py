@@ -42,7 +42,12 @@ NOT_INHERITED = (
     "stall",
     "durable",
     "mirror",
+    "best",
+    "device",
 )
+"""Settings of a run's processes and files, which a simulated run has not, and faults, which it may not repeat."""
+NOT_TIMED = ("eval_every", "target", "target_accuracy")
+"""Settings of evaluations: `--timing-only` computes no weights."""
 GIVEN_WEIGHTS = ("weights", "weights_partial", "weights_sha256")
 
 
@@ -91,11 +96,13 @@ def _settings_of(parsed: argparse.Namespace) -> dict[str, Any]:
 
     folder = RunFolder.open(Path(parsed.like))
     settings = to_dict(folder.config())
-    if "weights" not in vars(parsed) or parsed.timing_only:
+    only_times = getattr(parsed, "timing_only", True)  # `plan` has no such flag: it always forecasts times
+    if only_times:
         settings |= dict.fromkeys(GIVEN_WEIGHTS)  # a forecast of times has none
     elif settings["weights"] is not None:
         settings["weights"] = str(folder.initial_file)  # the user's own file may have changed
-    return {name: value for name, value in settings.items() if name not in NOT_INHERITED}
+    left_out = (*NOT_INHERITED, *NOT_TIMED) if only_times else NOT_INHERITED
+    return {name: value for name, value in settings.items() if name not in left_out}
 
 
 def soak_verb(arguments: list[str]) -> int:

@@ -218,10 +218,11 @@ def why_diverged(config: RunConfig, server: Server) -> str:
     if found is not None:
         loss = "not finite" if math.isinf(found.loss) else "not told" if math.isnan(found.loss) else f"{found.loss:g}"
         what = f"worker {found.worker} sent a push with a NaN or infinity (its loss was {loss})"
-    stale = " Stale pushes act as extra momentum, so" if server.num_workers > 1 else " So"
+    is_stale = strategy_of(config).is_stale and server.num_workers > 1
+    cause = " Stale pushes act as extra momentum, so" if is_stale else " The likely cause is too long a step:"
     lower = f" lower --momentum (now {config.momentum:g})," if config.optimizer == "sgd" and config.momentum else ""
-    advice = f"{stale} try --lr {(config.lr or 0) / 4:g} (now {config.lr:g}),{lower} --clip 1 or --warmup 0.05"
-    if config.rule == "plain" and strategy_of(config).is_stale and server.num_workers > 1:
+    advice = f"{cause} try --lr {(config.lr or 0) / 4:g} (now {config.lr:g}),{lower} --clip 1 or --warmup 0.05"
+    if config.rule == "plain" and is_stale:
         advice += "; or --rule auto, which allows for staleness"
     if config.outer_lr is not None:
         advice += f"; or --outer-lr {config.outer_lr / 2:g} (now {config.outer_lr:g})"

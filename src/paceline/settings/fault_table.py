@@ -153,6 +153,23 @@ def _check_time(where: str, fault: Fault, key: str) -> None:
         raise UserError(f"{where}: {key} = 0 does nothing: give a time above zero, as in 1.5 or '30ms'")
 
 
+def never_fired(faults: Iterable[Fault], file: str | None, seconds: float) -> list[str]:
+    """Return a line for each fault that was still to come when the run ended.
+
+    >>> never_fired([Fault("crash", 60.0, 1)], "faults.toml", 12.34)
+    ['a fault of faults.toml (crash of worker 1 at 60 s) never fired: the run ended at 12.3 s; give an earlier time']
+    """
+    return [
+        f"a fault of {file} ({fault.kind} of {_target(fault)} at {fault.at:g} s) never fired: "
+        f"the run ended at {seconds:.3g} s; give an earlier time"
+        for fault in faults
+    ]
+
+
+def _target(fault: Fault) -> str:
+    return "the server" if fault.worker is None else f"worker {fault.worker}"
+
+
 def faults_toml(faults: Iterable[Fault]) -> str:
     """Write the table as TOML; `read_faults` reads it back."""
     return "\n".join(_row_toml(fault) for fault in faults)

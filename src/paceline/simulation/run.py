@@ -27,7 +27,7 @@ from paceline.runs.folder import ALL_GONE, RunFolder, new_folder
 from paceline.runtimes.server.accounting import TimeShares
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import LocalRuntime
-from paceline.settings.fault_table import Fault, read_faults
+from paceline.settings.fault_table import Fault, never_fired, read_faults
 from paceline.settings.notation import count
 from paceline.settings.preprocessing import split_of
 from paceline.settings.resolve import resolve
@@ -84,7 +84,7 @@ def _simulate(
         console.note(line)
     if parts.work is not None:
         announce_rule(config, parts.work.skew, console.report)
-    queue = EventQueue()
+    queue, to_come = EventQueue(), list(faults)
     hosts: list[Host] = []
 
     def start_server(send: Callable[[Reply], None]) -> Host:
@@ -111,6 +111,7 @@ def _simulate(
         row = {name: value for name, value in dataclasses.asdict(fault).items() if name not in ("kind", "at")}
         hosts[-1].events.write("fault", hosts[-1].clock.now(), fault=fault.kind, **row)
         inject(simulation, fault)
+        to_come.remove(fault)
 
     cluster, workers = cluster_of(config, parts.num_floats, faults), config.workers or 1
     simulation = Simulation(queue, cluster, workers, make_worker, start_server, config.max_workers, note_and_inject)
@@ -120,6 +121,8 @@ def _simulate(
         host = hosts[-1]
         if not host.server.finished:
             host.stop(reasons[0] if reasons else ALL_GONE)
+        for line in never_fired(to_come, config.faults, queue.now):
+            console.note(line)
         result = host.finish(_extra_results(simulation, time.perf_counter() - began))
     host.close()
     return result

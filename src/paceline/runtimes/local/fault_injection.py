@@ -96,11 +96,13 @@ class FaultInjector:
         self._stopped: dict[int, int] = {}
         self._over = False
 
-    def set_clock(self, now: float, runs: bool) -> None:
-        """Set the run's clock to `now`. If it does not run any more, training is over."""
-        self._zero = self._clock() - now
-        if not runs:
-            self.close()
+    def set_clock(self, now: float, runs: bool) -> tuple[Fault, ...]:
+        """Set the run's clock to `now`. If it runs no more, training is over: return the faults still to come."""
+        self._zero, left = self._clock() - now, tuple(self._due)
+        if runs:
+            return ()
+        self.close()
+        return left
 
     def correct(self, now: float) -> None:
         """Set the run's clock again: it stops during evaluations, which are not reported."""
@@ -166,7 +168,8 @@ class FaultInjector:
             share = 1.0 if fault.kind == "pause" else 1 - 1 / fault.factor
             self._holds.append(PeriodicStop(fault.worker, now, now + fault.lasts, share))
             how = "stands still" if fault.kind == "pause" else f"is slowed {fault.factor:g} times"
-            self._tell(fault, f"fault at {fault.at:g} s: {name} {how} for {fault.lasts:g} s", False)
+            what = f"{how} for {fault.lasts:g} s" if pid is not None else f"is not there for the {fault.kind}"
+            self._tell(fault, f"fault at {fault.at:g} s: {name} {what}", False)
         elif pid is None or pid in self._killed:
             self._tell(fault, f"fault at {fault.at:g} s: {name} is not there to be killed", False)
         else:

@@ -24,7 +24,7 @@ from paceline.runs.folder import RunFolder, require_survivors
 from paceline.runtimes.local.fault_injection import FaultInjector
 from paceline.runtimes.local.fork_server import ForkServer, receive_row, request
 from paceline.runtimes.local.restart import WorkerRestarts
-from paceline.settings.fault_table import Fault
+from paceline.settings.fault_table import Fault, never_fired
 from paceline.settings.strategies import on_ring
 from paceline.system.memory import require_open_files
 from paceline.system.signals import INTERRUPTED, TERMINATED, handle_signals
@@ -176,7 +176,9 @@ class Supervisor:
             self._kill_dropped(row["worker"], row["incarnation"])
         elif row["kind"] == "clock":
             self._is_over |= not row["runs"]
-            self._injector.set_clock(row["now"], row["runs"])
+            left = self._injector.set_clock(row["now"], row["runs"])
+            for text in never_fired(left, self._config.faults, row["now"]):
+                self._report({"kind": "note", "text": text})
         else:
             if row["kind"] == "progress":
                 self._injector.correct(row["now"])

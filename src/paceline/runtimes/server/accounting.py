@@ -212,7 +212,7 @@ class TimeAccounting:
     def _state(self, worker: int, server: Server, late: list[int], stalled: list[int]) -> str:
         member = server.members.get(worker)
         if member is not None and member.inactive:
-            return "done"
+            return "drained" if member.draining and member.released else "done"
         if self._accounts[worker].lost:
             return "lost"
         if server.finished:

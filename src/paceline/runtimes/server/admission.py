@@ -76,7 +76,8 @@ class WorkerHosts:
             *others, last = sorted(here)
             what = f"workers {', '.join(map(str, others))} and {last} share the {place.cores} cores of a machine with"
             each = max(1, place.cores // len(threads))
-            yield f"{what} {total} threads, and wait for each other: give each --threads {each}"
+            use = f"give each --threads {each}" if max(threads.values()) > each else "use fewer workers or more cores"
+            yield f"{what} {total} threads, and wait for each other: {use}"
 
     def _skew(self, worker: int, place: WorkerHost, now: float, since: float) -> Iterator[str]:
         behind = since - place.clock if place.clock < since else min(0.0, now - place.clock)
