@@ -66,7 +66,7 @@ def _complain(text: str) -> None:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in ("-h", "--help", "--help-all"):
         print(_overview())
         return 0 if arguments else 2
     if arguments[0] == "--version":
