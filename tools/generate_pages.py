@@ -76,12 +76,12 @@ def help_page() -> str:
 
 
 def help_of(*verb: str) -> str:
-    """Return the output of `paceline VERB --help` on a terminal of HELP_COLUMNS columns."""
+    """Return the output of `paceline VERB --help-all` on a terminal of HELP_COLUMNS columns."""
     from paceline.cli.main import main
 
     output = io.StringIO()
     with wide_terminal(), contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
-        main([*verb, "--help"])
+        main([*verb, "--help-all"])
     return output.getvalue().rstrip()
 
 

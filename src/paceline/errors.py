@@ -17,7 +17,6 @@ A message says what was asked, what was found and what to do. A lost worker is a
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 
 MAX_NAMED = 30  # up to this many known names are all listed beside the nearest ones
@@ -102,6 +101,8 @@ def unknown_name(kind: str, asked: str, known: Iterable[str]) -> UserError:
     >>> print(unknown_name("model", "lenet", ["lenet5", "cnn"]))
     unknown model 'lenet': did you mean 'lenet5'? Known: cnn, lenet5
     """
+    import difflib  # the overview of the command line does without it
+
     names = sorted(known)
     near = difflib.get_close_matches(asked, names, n=3, cutoff=0.5)
     offer = "did you mean " + " or ".join(f"'{name}'" for name in near) + "?" if near else ""

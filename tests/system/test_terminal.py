@@ -27,13 +27,14 @@ ALL_HELP = [[], *([verb] for verb in VERBS), *TABLES]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
+@pytest.mark.parametrize("flag", ["--help", "--help-all"])
 @pytest.mark.parametrize("words", ALL_HELP, ids=" ".join)
 def test_help_fits_and_is_plain(
-    words: list[str], width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str], flag: str, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     try:
-        code = main([*words, "--help"])
+        code = main([*words, flag])
     except SystemExit as end:
         code = int(end.code or 0)
     out, error = capsys.readouterr()
@@ -49,7 +50,7 @@ def test_folded_help_says_the_same_and_its_commands_can_be_copied(
     for width in (200, 40):
         monkeypatch.setenv("COLUMNS", str(width))
         with pytest.raises(SystemExit):
-            main(["simulate", "--help"])
+            main(["simulate", "--help-all"])
         texts.append(capsys.readouterr().out.replace(" \\\n", " "))
     wide, narrow = (" ".join(text.split()) for text in texts)
     assert narrow == wide

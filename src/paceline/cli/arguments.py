@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import functools
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,6 +17,12 @@ from paceline.reports.console import Console
 from paceline.system.terminal import UNLIMITED_WIDTH, fold_help, terminal_width
 
 NARROW = 60  # columns below which the help of a flag stands under it
+MAX_SHOWN = 16  # settings up to which --help shows all of them
+BASIC = (
+    *("strategy", "workers", "model", "dataset", "task", "epochs", "steps", "batch_size", "optimizer", "lr", "momentum"),
+    *("seed", "device", "delay", "name", "runs", "speeds", "link", "like", "timing_only"),
+)
+"""Settings that --help shows of a verb with many; --help-all shows the rest."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,17 +31,24 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, verb: str, description: str, usage: str | None = None) -> None:
         self._known: list[argparse.Action] = []
         self._choices: dict[str, tuple[str, ...]] = {}
+        self._advanced: list[argparse.Action] = []
         super().__init__(f"paceline {verb}", usage, description, add_help=False, allow_abbrev=False)
         self._groups: dict[str | None, Any] = {None: self}
         self.add("-h/--help", "show this help message and exit", action="help")
+        self.add("--help-all", argparse.SUPPRESS, action=_HelpAll, nargs=0)
 
-    def add(self, names: str, text: str, group: str | None = None, **options: Any) -> None:
-        """Add an argument with its help text, as in `add("-o/--output", "file to write", metavar="FILE")`."""
+    def add(self, names: str, text: str, group: str | None = None, basic: bool = True, **options: Any) -> None:
+        """Add an argument with its help text, as in `add("-o/--output", "file to write", metavar="FILE")`.
+
+        One that is not `basic` is in the help of `--help-all` only.
+        """
         if options.get("type") in (int, float):
             options["type"] = _number(options["type"])
         if group not in self._groups:
             self._groups[group] = self.add_argument_group(group)
         self._known.append(self._groups[group].add_argument(*names.split("/"), help=text, **options))
+        if not basic:
+            self._advanced.append(self._known[-1])
 
     def add_choice(self, name: str, choices: tuple[str, ...], text: str | None = None, **options: Any) -> None:
         """Add an argument that takes one of a few names."""
@@ -62,6 +74,21 @@ class Parser(argparse.ArgumentParser):
         indent, formatter = 24 if width >= NARROW else 6, argparse.RawDescriptionHelpFormatter
         self.formatter_class = functools.partial(formatter, width=UNLIMITED_WIDTH, max_help_position=indent)
         return fold_help(super().format_help(), width)
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the basic flags, and how to see the others if there are any."""
+        texts = [action.help for action in self._advanced]
+        for action in self._advanced:
+            action.help = argparse.SUPPRESS
+        self.epilog = f"'{self.prog} --help-all' shows {len(texts)} more flags." if texts else None
+        super().print_help(file)
+        for action, text in zip(self._advanced, texts, strict=True):
+            action.help = text
+
+    def print_all_help(self) -> None:
+        """Print every flag."""
+        self.epilog = None
+        super().print_help()
 
     def error(self, message: str) -> NoReturn:
         _, required, names = message.partition("arguments are required: ")
@@ -94,10 +121,21 @@ class Parser(argparse.ArgumentParser):
     def _did_you_mean(self, unknown: str) -> str:
         if not unknown.startswith("-"):
             return f"unexpected argument '{unknown}'; see '{self.prog} --help'"
+        import difflib
+
         flag = unknown.partition("=")[0]
         near = difflib.get_close_matches(flag, self._flags(), n=2, cutoff=0.5)
         offer = f"did you mean {' or '.join(near)}? " if near else ""
         return f"unknown flag '{flag}': {offer}see '{self.prog} --help'"
+
+
+class _HelpAll(argparse.Action):
+    """The flag --help-all."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        assert isinstance(parser, Parser)
+        parser.print_all_help()
+        parser.exit()
 
 
 def _name(action: argparse.Action) -> str:
@@ -128,9 +166,8 @@ def _number(kind: type[int] | type[float]) -> Callable[[str], int | float]:
 
 def add_settings(parser: Parser, left_out: tuple[str, ...] = ()) -> None:
     """Add a flag for every field of RunConfig, in groups."""
-    for name, spec in FIELDS.items():
-        if name in left_out:
-            continue
+    shown = {name: spec for name, spec in FIELDS.items() if name not in left_out}
+    for name, spec in shown.items():
         kind, text = str(spec.type), spec.metadata["help"] + _default_text(spec)
         alias = f"/--{spec.metadata['alias']}" if spec.metadata["alias"] else ""
         options: dict[str, Any] = {"dest": name}
@@ -145,7 +182,8 @@ def add_settings(parser: Parser, left_out: tuple[str, ...] = ()) -> None:
         elif kind.startswith(("int", "float")):
             options["type"] = int if kind.startswith("int") else float
         flags = f"--{name.replace('_', '-')}{alias}"
-        parser.add(flags, text.replace("%", "%%"), spec.metadata["group"], **options)
+        basic = name in BASIC or len(shown) <= MAX_SHOWN
+        parser.add(flags, text.replace("%", "%%"), spec.metadata["group"], basic, **options)
 
 
 def _default_text(spec: dataclasses.Field[Any]) -> str:

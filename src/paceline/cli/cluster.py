@@ -111,10 +111,10 @@ def _refuse_script_settings(config: RunConfig, command: list[str] | None) -> Non
         raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)}: {script} decides that; leave it out")
 
 
-def add_encryption(parser: Parser, help_text: str, group: str | None = None) -> None:
+def add_encryption(parser: Parser, help_text: str, group: str | None = None, basic: bool = True) -> None:
     """Add the flags that turn TLS on or off."""
-    parser.add("--tls", help_text, group, action="store_true")
-    parser.add("--plain", "do not encrypt, for a private network", group, action="store_true")
+    parser.add("--tls", help_text, group, basic, action="store_true")
+    parser.add("--plain", "do not encrypt, for a private network", group, basic, action="store_true")
 
 
 def chosen_tls(parsed: argparse.Namespace, *implying: str) -> bool | None:

@@ -1,33 +1,28 @@
-"""The command line: a table of verbs. An error is one line on standard error and an exit code, no traceback."""
+"""The command line: a table of verbs. An error is one line on standard error and an exit code, no traceback.
+
+A verb is imported when it is called: the overview needs neither the settings nor numpy nor torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from paceline.cli.cluster import drain_verb, server_verb, shard_verb, worker_verb
-from paceline.cli.machine import data_verb, doctor_verb
-from paceline.cli.report import export_verb, landscape_verb, report_verb, trace_verb
-from paceline.cli.runs import compare_verb, list_verb, status_verb
-from paceline.cli.simulate import plan_verb, simulate_verb, soak_verb
-from paceline.cli.studies import bench_verb, reproduce_verb, sweep_verb
-from paceline.cli.train import replay_verb, resume_verb, run_verb, train_verb
-from paceline.cli.watch import watch_verb
 from paceline.errors import PacelineError, unknown_name
 from paceline.system.signals import INTERRUPT_SIGNALS, InterruptHandler
 from paceline.system.terminal import fold_for, fold_help, printable, terminal_width
 
 MAX_LETTERS = 10_000
-DESCRIPTION = """Train PyTorch models on many workers; --strategy chooses how the workers synchronise.
+DESCRIPTION = """Train PyTorch models on many workers; --strategy chooses how they synchronise.
 
-  paceline train --strategy async --workers 2     real processes on this machine
-  paceline train run.toml --lr 0.01               settings from a file, then flags
-  paceline run -n 4 script.py                     your own training loop on four workers
-  paceline compare runs                           several runs in one table
-  paceline doctor                                 check this machine"""
+  paceline train --strategy async --workers 2   processes on this machine
+  paceline train run.toml --lr 0.01             settings of a file, then flags
+  paceline run -n 4 script.py                   your own loop on four workers
+  paceline compare runs                         several runs in one table"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,7 +66,7 @@ def _complain(text: str) -> None:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in ("-h", "--help", "--help-all"):
         print(_overview())
         return 0 if arguments else 2
     if arguments[0] == "--version":
@@ -80,42 +75,69 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"paceline {package_version('paceline')}")
         return 0
     verb, *rest = arguments
+    if verb == "help":
+        return _help_verb(rest)
     if verb not in VERBS:
-        raise unknown_name("verb", verb, VERBS)
-    return VERBS[verb][0](rest)
+        raise unknown_name("verb", verb, [*VERBS, "help"])
+    module, _, function = VERBS[verb][0].partition(":")
+    code: int = getattr(importlib.import_module(f"paceline.cli.{module}"), function)(rest)
+    return code
+
+
+def _help_verb(words: list[str]) -> int:
+    """Print the overview, or the help of the verb that is named; flags like --help-all are handed on."""
+    names = [word for word in words if not word.startswith("-")]
+    flags = [word for word in words if word.startswith("-") and word not in ("-h", "--help")]
+    if names and names[0] not in VERBS and names[0] != "help":
+        raise unknown_name("verb", names[0], VERBS)
+    return _dispatch([*(name for name in names if name != "help"), *(flags or ["--help"])])
 
 
 def _overview() -> str:
     width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in VERBS.items())
-    text = f"usage: paceline VERB ...\n\n{DESCRIPTION}\n\nverbs ('paceline VERB --help' says more):\n{verbs}"
+    groups = [
+        f"{group}:\n" + "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in verbs.items())
+        for group, verbs in GROUPS.items()
+    ]
+    text = "\n\n".join(
+        ["usage: paceline VERB ...", DESCRIPTION, *groups, "'paceline help VERB' says more about one of them."]
+    )
     return fold_help(text, terminal_width())
 
 
-Verb = Callable[[list[str]], int]
-VERBS: dict[str, tuple[Verb, str]] = {
-    "train": (train_verb, "train a model on this machine"),
-    "simulate": (simulate_verb, "train on a simulated cluster, or compute only its times"),
-    "plan": (plan_verb, "forecast the best strategy and number of workers for a cluster"),
-    "soak": (soak_verb, "simulate random clusters and faults, and check invariants"),
-    "sweep": (sweep_verb, "run a grid of settings, and compare the runs in one table"),
-    "reproduce": (reproduce_verb, "repeat the runs of a published table, and compare"),
-    "bench": (bench_verb, "measure the same run on 1, 2, 4, ... workers"),
-    "run": (run_verb, "run your own training loop on several workers"),
-    "drain": (drain_verb, "remove workers from a running run"),
-    "server": (server_verb, "serve a run to workers on other machines"),
-    "worker": (worker_verb, "connect a worker to a server"),
-    "shard": (shard_verb, "hold a range of the weights for a server with --servers"),
-    "resume": (resume_verb, "continue a run that was stopped or killed"),
-    "replay": (replay_verb, "compute a run again from its log, and compare"),
-    "status": (status_verb, "show the state of a run, and which worker is slow and why"),
-    "watch": (watch_verb, "follow runs in the browser or the terminal"),
-    "list": (list_verb, "list the runs of a folder, newest first"),
-    "compare": (compare_verb, "compare several runs in one table"),
-    "export": (export_verb, "send a run to TensorBoard, MLflow or your own tracker"),
-    "trace": (trace_verb, "write a timeline of all workers, for Perfetto"),
-    "report": (report_verb, "write an HTML page about one or more runs"),
-    "landscape": (landscape_verb, "draw the path of training on the loss landscape"),
-    "data": (data_verb, "list data sets, or download one"),
-    "doctor": (doctor_verb, "check the software, cores, memory and data of this machine"),
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "start here": {
+        "train": ("train:train_verb", "train a model on this machine"),
+        "run": ("train:run_verb", "run your own training loop on several workers"),
+        "watch": ("watch:watch_verb", "follow runs in the browser or the terminal"),
+        "list": ("runs:list_verb", "list the runs of a folder, newest first"),
+        "compare": ("runs:compare_verb", "compare several runs in one table"),
+        "report": ("report:report_verb", "write an HTML page about one or more runs"),
+        "resume": ("train:resume_verb", "continue a run that was stopped or killed"),
+        "doctor": ("machine:doctor_verb", "check the software, cores, memory and data of this machine"),
+    },
+    "clusters": {
+        "server": ("cluster:server_verb", "serve a run to workers on other machines"),
+        "worker": ("cluster:worker_verb", "connect a worker to a server"),
+        "shard": ("cluster:shard_verb", "hold a range of the weights for a server with --servers"),
+        "drain": ("cluster:drain_verb", "remove workers from a running run"),
+        "status": ("runs:status_verb", "show the state of a run, and which worker is slow and why"),
+    },
+    "studies": {
+        "simulate": ("simulate:simulate_verb", "train on a simulated cluster, or compute only its times"),
+        "plan": ("simulate:plan_verb", "forecast the best strategy and number of workers for a cluster"),
+        "sweep": ("studies:sweep_verb", "run a grid of settings, and compare the runs in one table"),
+        "bench": ("studies:bench_verb", "measure the same run on 1, 2, 4, ... workers"),
+        "landscape": ("report:landscape_verb", "draw the path of training on the loss landscape"),
+        "reproduce": ("studies:reproduce_verb", "repeat the runs of a published table, and compare"),
+    },
+    "maintenance": {
+        "data": ("machine:data_verb", "list data sets, or download one"),
+        "replay": ("train:replay_verb", "compute a run again from its log, and compare"),
+        "export": ("report:export_verb", "send a run to TensorBoard, MLflow or your own tracker"),
+        "trace": ("report:trace_verb", "write a timeline of all workers, for Perfetto"),
+        "soak": ("simulate:soak_verb", "simulate random clusters and faults, and check invariants"),
+    },
 }
+"""The verbs in groups: the function in `paceline.cli` that runs a verb, and one line of help."""
+VERBS = {name: row for verbs in GROUPS.values() for name, row in verbs.items()}

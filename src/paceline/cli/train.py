@@ -51,10 +51,11 @@ def train_verb(arguments: list[str]) -> int:
 
 def _add_engines(parser: Parser) -> None:
     _add_places(parser)
-    parser.add("--skip-failed", "with --hosts: skip hosts that fail a check", "several machines", action="store_true")
+    skip = "with --hosts: skip hosts that fail a check"
+    parser.add("--skip-failed", skip, "several machines", basic=False, action="store_true")
     parser.add("--engine", "ray: run server and workers as actors of a Ray cluster", "several machines", metavar="NAME")
     gpus = "with --engine ray: each worker computes on this part of a GPU, as in 1 or 0.5 [no GPU]"
-    parser.add("--gpus-per-worker", gpus, "several machines", type=float, metavar="N")
+    parser.add("--gpus-per-worker", gpus, "several machines", basic=False, type=float, metavar="N")
 
 
 def _train(config: RunConfig, parsed: argparse.Namespace, command: list[str] | None = None) -> int:
@@ -70,9 +71,9 @@ def _add_places(parser: Parser) -> None:
     hosts = "start workers over ssh on the hosts in this file, one per line; the server runs here"
     parser.add("--hosts", hosts, "several machines", metavar="FILE")
     listen = "with --hosts: address of this machine that workers connect to [any interface, a free port]"
-    parser.add("--listen", listen, "several machines", metavar="HOST:PORT")
+    parser.add("--listen", listen, "several machines", basic=False, metavar="HOST:PORT")
     tls = "with --hosts, Ray, torchrun or srun: encrypt the connections of workers [if they are on other machines]"
-    add_encryption(parser, tls, "several machines")
+    add_encryption(parser, tls, "several machines", basic=False)
 
 
 def _check_places(parsed: argparse.Namespace, rank: Rank | None) -> None:

@@ -9,7 +9,6 @@ from functools import cache
 
 from paceline.config import RunConfig, max_workers_of
 from paceline.errors import UserError, unknown_name
-from paceline.randomness import rng
 
 _QUANTITY = re.compile(r"(\d+\.?\d*(?:e-?\d+)?|\.\d+)\s*([A-Za-z]*)")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
@@ -93,6 +92,8 @@ class Delay:
         """The wait before push `seq` of a worker; the same whenever it is drawn."""
         if not self.deviation:
             return self.mean
+        from paceline.randomness import rng  # it imports numpy, which a help text does without
+
         return max(0.0, self.mean + self.deviation * float(rng(seed, "delay", worker, seq).standard_normal()))
 
 

@@ -7,8 +7,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from paceline.interfaces import Report
+if TYPE_CHECKING:
+    from paceline.interfaces import Report
 
 INTERRUPTED, TERMINATED = "interrupted", "terminated"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import sys
 import textwrap
 from typing import TextIO
@@ -17,11 +16,14 @@ _COLUMNS = re.compile(r"( *)(\S.*?)(  +)(\S.*)")
 
 def terminal_width(stream: TextIO | None = None) -> int:
     """Return the columns of the terminal, or COLUMNS if it is set, or 80 without a terminal."""
-    columns = shutil.get_terminal_size((80, 24)).columns
-    if stream is not None and not os.environ.get("COLUMNS"):
-        with contextlib.suppress(OSError, ValueError):
-            columns = os.get_terminal_size(stream.fileno()).columns or columns
-    return max(MIN_WIDTH, columns)
+    asked = os.environ.get("COLUMNS", "")
+    if asked.isdecimal() and int(asked):
+        return max(MIN_WIDTH, int(asked))
+    for one in (stream, sys.__stdout__):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no terminal, a closed stream, no stream
+            if columns := os.get_terminal_size(one.fileno()).columns:  # type: ignore[union-attr]
+                return max(MIN_WIDTH, columns)
+    return 80
 
 
 def table_width() -> int:
