@@ -96,8 +96,9 @@ class Demo:
         """Print and start a command in a session of its own; end all its processes on the way out."""
         print(f"$ paceline {' '.join(words)}", flush=True)
         command, pipe = [sys.executable, "-m", "paceline", *words], subprocess.PIPE
+        environment = {**os.environ, "COLUMNS": str(shutil.get_terminal_size().columns)}  # of our terminal, for tables
         process = subprocess.Popen(
-            command, cwd=self.folder, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+            command, cwd=self.folder, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
         )
         try:
             yield process
@@ -115,7 +116,7 @@ class Demo:
         output, messages = process.communicate()
         if process.returncode:
             last = (messages.strip().splitlines() or ["it said nothing"])[-1]
-            fail(f"'paceline {process.args[3]}' ended with exit code {process.returncode}: {last}")
+            fail(f"the command ended with exit code {process.returncode}: {last}")
         return output
 
     def run(self, *words: str) -> str:
@@ -216,10 +217,12 @@ def difference(name: str, run: Result, alone: Result) -> str:
         accuracy = f"is {abs(points):.1f} points {'above' if points > 0 else 'below'} classic (noise {noise:.1f})"
     updates, stale = run["updates"] / alone["updates"], run["staleness"]["mean"]
     if updates < 0.9:
+        alike = math.isclose(run["samples"], alone["samples"], rel_tol=0.01) and run["lr"] == alone["lr"]
         link = "although" if points >= -noise else "because"
-        cause = f"{link} it made {updates:.0%} of the updates from the same samples at the same lr"
+        cause = f"{link} it made {updates:.0%} of its updates" + " from as many samples at the same lr" * alike
     elif stale >= 0.1:
-        cause = f"with as many updates, each from weights that were {stale:.1f} updates old"
+        rule = run["rule_applied"].split()[0]
+        cause = f"with as many updates, from gradients {stale:.1f} updates old on average (rule {rule})"
     else:
         cause = "with as many updates and no stale gradient"
     share = run["train_seconds"] / alone["train_seconds"]
