@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: setup ## the same model alone, in step and free, on real images; two minutes
+demo: setup ## four strategies on real images, a killed worker, a killed run, a replay, a verdict; under a minute
 	$(BIN)/python examples/demo.py
 
 test: setup ## all tests: the fast ones on all cores, then those that start processes

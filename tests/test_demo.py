@@ -1,0 +1,55 @@
+"""The verdict of `make demo`: what it says follows from the figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from examples.demo import noise_points, verdict
+
+
+def result(accuracy: float, updates: int, stale: float = 0.0, seconds: float = 2.0, **others: Any) -> dict[str, Any]:
+    made = {"test_accuracy": accuracy, "test_total": 2000, "updates": updates, "samples": 36000, "lr": 0.005}
+    return {**made, "train_seconds": seconds, "staleness": {"mean": stale}, "rule_applied": "plain", **others}
+
+
+ALONE = result(85.0, 1125)
+
+
+def said_of(run: dict[str, Any]) -> str:
+    return verdict({"classic": ALONE, "it": run})
+
+
+def test_fewer_updates_are_the_cause_of_a_loss_beyond_noise() -> None:
+    said = said_of(result(80.5, 564, seconds=1.0))
+    assert "it is 4.5 points below classic" in said
+    assert "because it made 50% of its updates from as many samples at the same lr, in 50% of its time" in said
+
+
+def test_fewer_updates_without_a_loss_are_no_cause() -> None:
+    assert "level with classic (-0.5 points" in said_of(result(84.5, 564))
+    assert "although it made 50% of its updates" in said_of(result(84.5, 564))
+    assert "although" in said_of(result(90.0, 564)) and "5.0 points above classic" in said_of(result(90.0, 564))
+
+
+def test_other_samples_or_another_lr_are_not_called_the_same() -> None:
+    assert "same lr" not in said_of(result(80.5, 564, lr=0.01))
+    assert "as many samples" not in said_of(result(80.5, 564, samples=18000))
+
+
+def test_staleness_is_named_where_there_is_some() -> None:
+    stale = said_of(result(85.1, 1128, 0.99, rule_applied="foresight (lr scaled) (averaged)"))
+    assert "with as many updates, from gradients 1.0 updates old on average (rule foresight)" in stale
+    assert "no stale gradient" in said_of(result(85.1, 1128))
+
+
+def test_the_verdict_is_one_sentence_about_all_runs() -> None:
+    said = verdict({"classic": ALONE, "sync": result(80.0, 564), "async": result(84.0, 1128, 1.0)})
+    assert said.startswith("Verdict: sync ") and "; async " in said and said.endswith(".") and ". " not in said
+
+
+def test_noise_shrinks_with_the_test_images() -> None:
+    assert noise_points(ALONE, ALONE) == pytest.approx(2.21, abs=0.01)
+    many = result(85.0, 1125, test_total=200_000)
+    assert noise_points(many, many) == pytest.approx(0.221, abs=0.001)
