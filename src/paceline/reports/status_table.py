@@ -63,7 +63,7 @@ def seconds_text(seconds: float | None) -> str:
 def _run_line(status: RunStatus) -> str:
     workers = "1 worker" if status.num_workers == 1 else f"{status.num_workers:,} workers"
     kind = "simulated, " if status.simulated else ""
-    parts = [f"{status.run}: {status.strategy}, {status.model}, {workers}: {kind}{status.status}"]
+    parts = [f"{status.run}: {status.strategy}, {status.subject or status.model}, {workers}: {kind}{status.status}"]
     if status.reason:
         parts[0] += f" ({status.reason})"
     if status.updates:
