@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from paceline.analysis.naming import dataset_name, model_name, read_named_settings
 from paceline.analysis.reported import read_reported
 from paceline.analysis.scored_weights import BY_WEIGHTS, SCORES, by_weights, comparable, kind_of
-from paceline.config import ALIASES, FIELDS, is_simulated, to_dict
+from paceline.config import ALIASES, FIELDS, is_simulated
 from paceline.errors import UserError, unknown_name
 from paceline.runs.events import RowParser, read_tail
 from paceline.runs.folder import RunFolder
@@ -111,11 +112,12 @@ def _row(folder: RunFolder, name: str) -> Row:
     try:
         row["changed"] = _changed(folder)
         config = folder.config()
-        settings = to_dict(config)
-        row |= {setting: settings[setting] for setting in SETTINGS}
-        row |= {"kind": "simulated" if is_simulated(config) else "real", "model": config.task or config.model}
-        row["average"] = average_in_words(config)  # auto means another thing for each strategy
         result = folder.result()
+        settings = read_named_settings(folder, config, result)
+        row |= {setting: settings[setting] for setting in SETTINGS}
+        row |= {"kind": "simulated" if is_simulated(config) else "real"}
+        row |= {"model": model_name(settings), "dataset": dataset_name(settings)}
+        row["average"] = average_in_words(config)  # auto means another thing for each strategy
         row["weights"] = kind_of(result or {}, config)
         if result is None:
             return row | _so_far(folder)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paceline.analysis.naming import dataset_name, model_name, read_named_settings, subject
 from paceline.analysis.reported import ReportedValue, read_reported, reported_so_far
 from paceline.analysis.scored_weights import kind_of
 from paceline.config import is_simulated
@@ -53,6 +54,8 @@ class RunStatus:
     num_workers: int
     status: str  # starting, running, evaluating or killed; or that of the result, one of ENDED
     reason: str | None = None
+    dataset: str = "-"
+    subject: str = ""  # the model and its data, as `analysis.naming` writes them
     simulated: bool = False
     updates: int = 0
     fraction: float | None = None  # share of the budget
@@ -95,7 +98,7 @@ def read_run_snapshot(path: Path) -> RunSnapshot:
 
 def _status_of(folder: RunFolder, events: list[Row], quiet: float | None, damaged: list[str]) -> RunStatus:
     config, result = folder.config(), folder.result()
-    simulated = is_simulated(config)
+    simulated, settings = is_simulated(config), read_named_settings(folder, config, result)
     if result is None:
         progressed = any(row.get("kind") == "progress" for row in events)
         status, reason = status_without_result(folder, progressed, events[-1].get("kind") if events else None), None
@@ -108,7 +111,9 @@ def _status_of(folder: RunFolder, events: list[Row], quiet: float | None, damage
     return RunStatus(
         run=str(folder.path),
         strategy=config.strategy,
-        model=config.model if config.task is None else config.task,
+        model=model_name(settings),
+        dataset=dataset_name(settings),
+        subject=subject(settings),
         num_workers=config.workers or 1,
         status=status,
         reason=reason,

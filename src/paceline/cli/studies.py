@@ -145,7 +145,8 @@ def bench_verb(arguments: list[str]) -> int:
     from paceline.studies.scaling import measure, parse_counts
 
     config = config_from(parsed, None)
-    name = config.name or f"scaling-{parsed.kind}-{config.strategy.replace(':', '')}-{config.model}"
+    what = config.model if config.task is None else config.task.rpartition(":")[2]
+    name = config.name or f"scaling-{parsed.kind}-{config.strategy.replace(':', '')}-{what}"
     folder = Path(config.runs) / name
     with Console() as console:
         found = measure(

@@ -48,7 +48,7 @@ def format_workers(status: RunStatus, width: int = 80, max_workers: int = MAX_WO
 def _run_line(status: RunStatus) -> str:
     workers = "1 worker" if status.num_workers == 1 else f"{status.num_workers:,} workers"
     kind = "simulated, " if status.simulated else ""
-    parts = [f"{status.run}: {status.strategy}, {status.model}, {workers}: {kind}{status.status}"]
+    parts = [f"{status.run}: {status.strategy}, {status.subject or status.model}, {workers}: {kind}{status.status}"]
     if status.reason:
         parts[0] += f" ({status.reason})"
     if status.updates:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from paceline.analysis.naming import subject
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.reports.console import Console
@@ -70,4 +71,4 @@ def measure(
     train_missing(resolved, console)
     ideal = [min(count, max(1, room)) if base.device == "cpu" else 1 for count in counts]
     rows = [(one.workers or 1, one.batch_size, folder_of(one).path, result_of(one)) for one in resolved]
-    return gather(kind, base.strategy, base.model, dict(zip(counts, ideal, strict=True)), rows)
+    return gather(kind, base.strategy, subject(result_of(resolved[0])), dict(zip(counts, ideal, strict=True)), rows)

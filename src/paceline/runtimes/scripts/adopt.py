@@ -27,6 +27,9 @@ ACCELERATE = {
 }
 """What Accelerate makes of an object, and the attribute that holds it; the wrappers stay in use."""
 
+UNNAMED = ("Dataset", "DatasetDict", "IterableDataset")  # of data libraries: classes that any data may have
+MAX_NAME = 80  # characters of a name in the result
+
 
 @dataclass(frozen=True)
 class UserObjects:
@@ -64,6 +67,16 @@ class UserObjects:
     def container(self) -> nn.Module:
         """All models as one module."""
         return self.models[0] if len(self.models) == 1 else nn.ModuleList(self.models)
+
+    def names(self) -> dict[str, str | None]:
+        """The class names of the models and of the first data set, for the result; None if a class says nothing."""
+        dataset: Any = self.data[0] if self.data else None
+        while type(dataset).__module__.startswith("torch.utils.data") and hasattr(dataset, "dataset"):
+            dataset = dataset.dataset  # of a DataLoader or a Subset
+        kind = type(dataset)
+        says_nothing = kind.__module__.split(".")[0] in ("builtins", "torch", "numpy") or kind.__name__ in UNNAMED
+        models = " + ".join(type(model).__name__ for model in self.models)
+        return {"model": models[:MAX_NAME], "dataset": None if says_nothing else kind.__name__[:MAX_NAME]}
 
 
 def is_of_accelerate(thing: Any) -> bool:

@@ -190,6 +190,7 @@ class Session:
             "skew": known.skew if known is not None else 0.0,
             "batch_size": self.config.batch_size,
             "settings": settings,
+            "names": handed.names(),
             "steps": steps,
             "epochs": self.config.epochs if epochs or "epochs" in env.typed or (is_bare and not steps) else None,
         }

@@ -96,7 +96,11 @@ class Host:
             self._evaluator = Evaluator(server, self.task, work, config, events, *timing, report, self._best)
             self._guard = self._make_guard()
             kind = "run_resumed" if server.version or seconds else "run_started"
-            events.write(kind, seconds, workers=config.workers, strategy=config.strategy, updates=server.version)
+            if self.task is not None and config.task is not None:
+                self._facts |= {"model": type(self.task.model).__name__, "dataset": None}
+            about = {"workers": config.workers, "strategy": config.strategy, "updates": server.version}
+            own = {name: self._facts[name] for name in ("model", "dataset") if self._facts.get(name) is not None}
+            events.write(kind, seconds, **about, **own)
             if self.task is not None and (initial := self.task.initial_weights) is not None:
                 self._facts["initial_weights"] = initial.row()
                 if kind == "run_started":

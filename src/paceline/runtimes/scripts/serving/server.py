@@ -24,6 +24,7 @@ from paceline.interfaces import Layout, Report
 from paceline.runs.folder import NOT_COME, RunFolder
 from paceline.runs.recording import ScriptCall
 from paceline.runs.recovery import kept_pushes, rebuild
+from paceline.runtimes.scripts.adopt import MAX_NAME
 from paceline.runtimes.scripts.optimizer import MAX_OPTIMIZERS, split_states
 from paceline.runtimes.scripts.serving.requests import LoopRequests
 from paceline.runtimes.server.host import Host
@@ -43,6 +44,7 @@ from paceline.transports.frames import (
     listed,
     nullable,
     number,
+    optional,
     record,
     text,
 )
@@ -83,6 +85,7 @@ LOOP_FACTS: Schema = {
     "epochs": nullable(number(0.0, MAX_NUMBER)),
     **dict.fromkeys(("batch_size", "max_samples"), integer(1)),
     "settings": _DECIDED,
+    "names": optional(record(dict.fromkeys(("model", "dataset"), optional(text(MAX_NAME)))), {}),
     "sources": nullable(_NAMES),
     "optimizers": listed(record({"class": OBJECT, "settings": _DECIDED, "loop": OBJECT}), 0, MAX_OPTIMIZERS),
     "loaders": integer(0, 1 << 10),
@@ -175,7 +178,8 @@ def host_of_loops(
         folder.update_config(resolved)
         announce_loop(resolved, first.facts, report)
     now = rebuilt.now if rebuilt is not None else 0.0
-    host = Host(server, model, None, resolved, folder, report, runtime, now, facts)
+    told = checked(first.facts, {"names": LOOP_FACTS["names"]})["names"]
+    host = Host(server, model, None, resolved, folder, report, runtime, now, {**facts, **told})
     host.verify_with(None, "only your own loop computes its pushes")
     if rebuilt is not None:
         host.resume_from(rebuilt)
