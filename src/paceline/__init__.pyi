@@ -67,6 +67,7 @@ def train(
     eval_every: float | None = None,
     eval_train: bool = False,
     score: str = "all",
+    train_score: str = "10000",
     seed: int = 0,
     device: str = "cpu",
     threads: int | None = None,
@@ -160,6 +161,7 @@ def train(
         not count as training time
     eval_train: score the train data too at each of these evaluations
     score: what to score at the end: all, test or none
+    train_score: train samples to score at the end, drawn by the seed: a number, all or none
     seed: seed of all random choices
     device: cpu or cuda
     threads: threads of each worker (default: cores / workers)

@@ -344,7 +344,7 @@ def _measured(value: float | None) -> str:
 def _shares(utilisation: list[dict[str, float]]) -> str:
     """Return how the workers spent their time, and the least busy one if it is far below the others.
 
-    >>> _shares([{"computing": 0.9, "waiting": 0.1, "sending": 0.0}, {"computing": 0.5, "waiting": 0.5, "sending": 0.0}])
+    >>> _shares([{"computing": 0.9, "waiting": 0.1}, {"computing": 0.5, "waiting": 0.5}])
     'workers: 70 % computing, 30 % waiting; the least busy, worker 1: 50 % computing'
     """
     number = len(utilisation)
