@@ -145,6 +145,25 @@ def test_bytes_count_every_push_and_every_reply_of_every_incarnation(record: Rec
     assert counts["bytes_pulled"] == (2 + 3 + 1 + 1) * nbytes
 
 
+def test_classic_moves_no_bytes(record: Record) -> None:
+    run = record(strategy="classic", workers=1)
+    run.join_all()
+    run.push_at_random(10_000)
+    result = run.host.finish()
+    assert (result["updates"] > 0, result["bytes_pushed"], result["bytes_pulled"]) == (True, 0, 0)
+    rows = [row for row in read_events(run.folder.events_file) if row["kind"] == "progress"]
+    assert all(row["bytes_pushed"] == row["bytes_pulled"] == 0 for row in rows)
+
+
+def test_an_own_task_is_named_by_its_classes_never_by_settings_that_did_not_apply(record: Record) -> None:
+    run = record(strategy="async", workers=2, task="tasks.py:build")
+    run.join_all()
+    run.push_at_random(10_000)
+    result = run.host.finish()
+    first = read_events(run.folder.events_file)[0]
+    assert (result["model"], result["dataset"]) == (first["model"], None) == (type(run.task.model).__name__, None)
+
+
 def test_bytes_of_a_resumed_run_do_not_start_again_at_zero(record: Record) -> None:
     run = record(strategy="async", workers=2)
     run.join_all()

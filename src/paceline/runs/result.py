@@ -18,7 +18,7 @@ from paceline.interfaces import Layout, Scores
 from paceline.runs.durable_files import write_atomically
 from paceline.runs.folder import LOOPS_ENDED, ONE_ENDED, TIME_IS_UP, RunFolder
 from paceline.settings.rules import average_horizon, average_in_words
-from paceline.settings.strategies import strategy_of
+from paceline.settings.strategies import CLASSIC, strategy_of
 from paceline.system.environment import environment
 from paceline.system.sealed_weights import seal_weights
 
@@ -155,9 +155,14 @@ def summarise(config: RunConfig, server: Server, seconds: float, scores: dict[st
         **({"skipped_steps": skipped} if (skipped := sum(one.skipped for one in server.by_optimizer)) else {}),
         "late_pushes": server.late,
         "lost_pushes": server.lost,
-        "bytes_pushed": server.bytes_pushed,
-        "bytes_pulled": server.bytes_pulled,
+        **moved_bytes(config, server),
     }
+
+
+def moved_bytes(config: RunConfig, server: Server) -> dict[str, int]:
+    """Bytes of all pushes and replies: none under `classic`, whose only worker is the server."""
+    moved = (0, 0) if config.strategy == CLASSIC else (server.bytes_pushed, server.bytes_pulled)
+    return {"bytes_pushed": moved[0], "bytes_pulled": moved[1]}
 
 
 def _weights_rows(config: RunConfig, scores: dict[str, Scores | None]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class Host:
                 BestWeights(folder, task, writer, chosen_part(config), measure_of(config)) if keeps_best else None
             )
             self._goal = goal_of(config)
-            self._progress = Progress(server, events, report, seconds, config.max_seconds, virtual)
+            self._progress = Progress(server, config, events, report, seconds, virtual)
             self._account_rows = AccountRows(self.accounting, server, events, self.clock)
             self._notes = EventRecorder(server, events, report)
             timing = self.clock, self.timings

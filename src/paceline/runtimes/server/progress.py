@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from paceline.config import RunConfig
 from paceline.core.messages import (
     DataAssignment,
     Drain,
@@ -24,6 +25,7 @@ from paceline.core.own_loop.settings import SettingsDisagreement
 from paceline.core.server import Finding, Server
 from paceline.interfaces import Report
 from paceline.runs.events import EventLog
+from paceline.runs.result import moved_bytes
 from paceline.runtimes.server.accounting import TimeAccounting
 from paceline.runtimes.server.timing import TrainingClock
 from paceline.tasks.given_weights import InitialWeights
@@ -193,9 +195,10 @@ class Progress:
     """The progress of one server, averaged since the last event row."""
 
     def __init__(
-        self, server: Server, events: EventLog, report: Report, seconds: float, limit: float | None, virtual: bool
+        self, server: Server, config: RunConfig, events: EventLog, report: Report, seconds: float, virtual: bool
     ) -> None:
-        self._server, self._events, self._report, self._limit = server, events, report, limit
+        self._server, self._config, self._events, self._report = server, config, events, report
+        self._limit = config.max_seconds
         self._weighing = WeightNorm(server, virtual)
         self.next_share = 0.0 if virtual else None
         """The share of the budget at which a simulated run reports next; None for a real run."""
@@ -234,8 +237,8 @@ class Progress:
             self.next_share, self._next_row = share + VIRTUAL_SHARE, now
         if now >= self._next_row and self.losses:
             norm = self._weighing.norm() if with_norm else None
-            row |= {"bytes_pushed": server.bytes_pushed, "bytes_pulled": server.bytes_pulled}
-            self._events.write("progress", now, **row, **({"norm": norm} if norm is not None else {}))
+            more = {"norm": norm} if norm is not None else {}
+            self._events.write("progress", now, **row, **moved_bytes(self._config, server), **more)
             self._next_row = now + ROW_SECONDS
             self._since, self._samples_then = now, server.samples
             self.losses.clear()
