@@ -18,7 +18,7 @@ SOURCE = Path(paceline.__file__).parent
 FILES = {path.relative_to(SOURCE): path.read_text(encoding="utf-8") for path in sorted(SOURCE.rglob("*.py"))}
 TESTS = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("*.py"))}
 MAX_MODULES, MAX_MODULES_AT_TOP, MAX_LINES = 12, 9, 400
-README_LINES, README_COLUMNS = 180, 120
+README_LINES, README_COLUMNS = 200, 120
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "helper", "base", "manager", "misc"}
 
 
