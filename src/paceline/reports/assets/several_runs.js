@@ -56,7 +56,7 @@ class SeveralRuns {
     this.coloured = new Set();
     for (const [, members] of groupsOf(runs)) for (const run of chosenOf(members)) this.coloured.add(run.id);
     for (const [id, on] of this.switched) this.coloured[on ? "add" : "delete"](id);
-    const many = runs.length > MANY;
+    const many = this.many = runs.length > MANY;
     this.numbers = new Map(runs.filter((run) => !many || this.coloured.has(run.id)).map((run, number) => [run.id, number]));
     const count = runs.filter((run) => this.coloured.has(run.id)).length;
     const text = many ? `${count} of ${runs.length} runs have a colour in the charts, the others are grey.` : "";
@@ -93,7 +93,7 @@ class SeveralRuns {
     const named = differing.slice(0, MAX_SETTINGS).map(([name]) => name);
     const kind = comparable(runs, "test_accuracy");
     if (!facts.live && !this.table.sort.by && kind) this.table.sort = { by: `${kind}_test_accuracy`, falling: true };
-    const rows = runs.map((run) => ({ run, key: run.id, state: [this.coloured.has(run.id), this.numbers.get(run.id)], className: this.coloured.has(run.id) || runs.length > MANY ? null : "off" }));
+    const rows = runs.map((run) => ({ run, key: run.id, state: [this.coloured.has(run.id), this.numbers.get(run.id)], className: this.coloured.has(run.id) || this.many ? null : "off" }));
     const columns = [
       { name: "run", title: "run", value: (row) => row.run.short, cell: (row) => this.nameCell(row) },
       ...named.map((name) => settingColumn(name, runs)),
@@ -137,11 +137,11 @@ class ComparedGroup {
     this.classes = new Rows(this.grid, "Test accuracy by class");
   }
 
-  update(name, runs, { coloured, numbers, metric }) {
+  update(name, runs, { coloured, numbers, metric, many }) {
     this.heading.hidden = !name;
     setText(this.heading, `${name}: ${runs.length === 1 ? "1 run" : `${runs.length} runs`}`);
     const seen = runs.map((run) => ({ run, number: numbers.get(run.id) ?? 0, on: coloured.has(run.id) }));
-    const drawn = seen.filter(({ on }) => on || numbers.size < runs.length || runs.length > MANY);
+    const drawn = seen.filter(({ on }) => on || many);
     const labels = [...new Set(runs.map(timeLabel))];
     const label = labels.length > 1 ? "training or virtual time" : labels[0];
     const value = drawn.some(({ run }) => metric.value !== "train" && curveOf(run, metric.value).some(known)) ? metric.value : "train";
