@@ -155,7 +155,7 @@ class RunReader:
             "live": last.get("live"),
             "simulated": simulated,
             "lab": bool(result.get("lab")),
-            "rule": result.get("rule_applied"),
+            "rule": str(result.get("rule_applied") or "").replace(" (averaged)", "") or None,
             "staleness": result.get("staleness"),
             "num_parameters": result.get("num_parameters"),
             "pushes": aggregates.num_pushes or None,

@@ -2,6 +2,9 @@
 
 const MIN_SAVED = 6; // characters worth a short name
 const MIN_SHORT = 3;
+const FAILED = ["diverged", "collapsed"];
+const NOT_SETTINGS = new Set(["name", "runs", "data_dir", "threads", "checkpoint_every", "keep", "task"]);
+const MANY = 12; // runs above which only a choice has a colour
 
 // Give each run a short name: what all names begin or end with is left out.
 function shorten(all) {

@@ -43,7 +43,10 @@ class OneRun {
     this.speed = new LineChart(grid, "Throughput");
     this.staleness = new Histogram(grid, "Staleness of pushes");
     this.live = new LineChart(grid, "Live workers", { height: 160 });
-    this.bytes = new LineChart(grid, "Bytes moved", { height: 160 });
+    this.bytesName = el("summary");
+    this.bytesBox = el("details", { class: "fold" }, this.bytesName);
+    this.pace.append(this.bytesBox);
+    this.bytes = new LineChart(this.bytesBox, "Bytes moved", { height: 160 });
     this.workersBox = el("details", { class: "fold" }, el("summary", {}, "Each worker"));
     this.pace.append(this.workersBox);
     this.workers = new SortedTable(this.workersBox, WORKER_COLUMNS, { caption: "Each worker", sortBy: null });
@@ -136,7 +139,10 @@ class OneRun {
       bars: run.staleness, label: "updates applied since its weights were sent",
       summary: stale ? `mean ${digits(stale.mean)}, median ${stale.p50}, 95 % at most ${stale.p95}, greatest ${stale.max}` : "",
     } : null);
-    this.bytes.update(bytesSpec(run, time));
+    const bytes = bytesSpec(run, time);
+    this.bytesBox.hidden = !bytes;
+    setText(this.bytesName, `Bytes moved: ${movedOf(run.figures)}`);
+    this.bytes.update(bytes);
     const live = run.progress.live || [];
     this.live.update(live.some((one) => one !== live[0]) ? {
       ...lineSpec(run.progress, "live", "t", time, { label: "workers", kind: "count", zero: true }, true), marks: marksOf(run),
@@ -205,7 +211,7 @@ function machineOf(run) {
   return [
     ["processor", machine.cpu ? `${machine.cpu}, ${machine.cores} cores` : null], ["system", machine.system],
     ["python", machine.python], ["torch", machine.torch], ["numpy", machine.numpy], ["paceline", machine.paceline],
-    ["git", git], ["made", run.made], ["data", run.data_origin], ["bytes moved", movedOf(figures)],
+    ["git", git], ["made", run.made], ["data", run.data_origin],
     ["parameters", known(figures.num_parameters) ? KINDS.count(figures.num_parameters) : null],
     ["weights", run.weights_sha256 ? `sha256 ${run.weights_sha256.slice(0, 16)}…` : null], ["folder", run.id],
   ];

@@ -2,9 +2,6 @@
 
 const METRICS = [...["test", "validation"].flatMap((part) => ["accuracy", "loss"].flatMap((what) => WEIGHTS.map((kind) => [`${kind}_${part}_${what}`, `${part} ${what}, ${kind}`]))),
   ["train", "train loss of pushes"]];
-const FAILED = ["diverged", "collapsed"];
-const NOT_SETTINGS = new Set(["name", "runs", "data_dir", "threads", "checkpoint_every", "keep", "task"]);
-const MANY = 12; // runs above which only a choice has a colour
 const MAX_CHOSEN = 8;
 const MAX_ROWS = 15;
 const MAX_SETTINGS = 6; // columns of differing settings
@@ -33,8 +30,9 @@ class SeveralRuns {
 
   update(runs) {
     this.runs = runs;
-    if (!this.chosen) this.firstMetric(runs);
-    this.metric.offer((name) => name === "train" || runs.some((run) => curveOf(run, name).filter(known).length > 1));
+    if (!this.chosen) this.metric.set(firstMetric(groupsOf(runs)[0][1]));
+    this.chosen = true;
+    this.metric.offer((name) => hasCurve(runs, name));
     setText(this.verdict, overall(runs));
     const notes = runs.flatMap((run) => run.notes.map((text) => `${run.short}: ${text}`));
     this.notes.hidden = !notes.length;
@@ -70,15 +68,6 @@ class SeveralRuns {
   switchAll(on) {
     for (const run of this.runs) this.switched.set(run.id, on);
     this.update(this.runs);
-  }
-
-  // Return the first metric for which any run has a curve.
-  firstMetric(runs) {
-    this.chosen = true;
-    const has = (name) => runs.some((run) => curveOf(run, name).filter(known).length > 1);
-    const compared = ["test", "validation"].flatMap((part) => ["accuracy", "loss"].map((what) => `${comparable(runs, `${part}_${what}`)}_${part}_${what}`));
-    const names = [...compared, ...METRICS.map(([name]) => name)].filter((name) => name !== "train" && has(name));
-    this.metric.set(names[0] || "train");
   }
 
   updateGroups(groups) {
@@ -144,13 +133,23 @@ class ComparedGroup {
     const drawn = seen.filter(({ on }) => on || many);
     const labels = [...new Set(runs.map(timeLabel))];
     const label = labels.length > 1 ? "training or virtual time" : labels[0];
-    const value = drawn.some(({ run }) => metric.value !== "train" && curveOf(run, metric.value).some(known)) ? metric.value : "train";
+    const value = hasCurve(runs, metric.value) ? metric.value : firstMetric(runs);
     this.overTime.update(curvesSpec(drawn, value, "t", { label, kind: "seconds", tight: true }));
     this.overSamples.update(curvesSpec(drawn, value, "samples", { label: "samples", kind: "count", tight: true }));
     this.scaling.update(scalingSpec(runs));
     this.classes.update(classesSpec(seen.filter(({ on }) => on)));
     settle(this.grid);
   }
+}
+
+function hasCurve(runs, name) {
+  return name === "train" || runs.some((run) => curveOf(run, name).filter(known).length > 1);
+}
+
+// Return the first metric for which any run has a curve, one that all runs can be compared by if there is one.
+function firstMetric(runs) {
+  const compared = ["test", "validation"].flatMap((part) => ["accuracy", "loss"].map((what) => `${comparable(runs, `${part}_${what}`)}_${part}_${what}`));
+  return [...compared, ...METRICS.map(([name]) => name)].find((name) => hasCurve(runs, name));
 }
 
 // Return the runs of a data set that have a colour at first.

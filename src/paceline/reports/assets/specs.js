@@ -75,7 +75,7 @@ function classSpec(run, most = 20) {
 
 function lineSpec(columns, name, axis, x, y, steps = false) {
   const values = columns[name];
-  if (!values || !values.some(known)) return null;
+  if (!values || values.filter(known).length < 2) return null;
   const colour = "var(--c0)";
   return { x, y, series: [{ name: y.label, x: columns[axis], y: values, colour, steps }], summary: `ends at ${digits(values.filter(known).at(-1))}` };
 }
