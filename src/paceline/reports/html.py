@@ -11,8 +11,8 @@ from paceline.config import FIELDS, RunConfig, to_dict
 from paceline.system.strict_json import to_json
 
 SCRIPTS = (
-    *("numbers.js", "chart.js", "bars.js", "timeline.js", "tables.js", "specs.js", "one_run.js", "several_runs.js"),
-    *("page.js", "feed.js"),
+    *("numbers.js", "chart.js", "bars.js", "timeline.js", "tables.js", "specs.js", "one_run.js", "names.js"),
+    *("compared_specs.js", "several_runs.js", "page.js", "feed.js"),
 )
 
 

@@ -14,13 +14,14 @@ from paceline.analysis.scored_weights import by_weights, kind_of
 from paceline.analysis.status import UNDER_WAY, RunStatus, seconds_left, status_without_result
 from paceline.analysis.stragglers import stragglers
 from paceline.analysis.tail import ArrivalFollower, EventFollower
-from paceline.config import RunConfig, is_simulated, max_workers_of, to_dict
+from paceline.config import SCRIPT, RunConfig, is_simulated, max_workers_of, to_dict
 from paceline.errors import UserError
 from paceline.reports.aggregates import EVALUATED, SCORES, Aggregates, number
 from paceline.reports.sentences import class_names, closing, outcome_sentence
 from paceline.reports.status_table import MAX_WORKERS, findings
 from paceline.reports.time_series import TimeSeries, plain, rates
 from paceline.runs.folder import RunFolder
+from paceline.settings.strategies import CLASSIC
 
 MAX_BARS = 48  # bars of a histogram
 FIGURES = (
@@ -106,13 +107,14 @@ class RunReader:
             "name": self.folder.path.name,
             "status": status,
             "going_on": going_on,
+            **run_names(settings),
             "verdict": outcome_sentence(status, figures, resume_hint),
             "closing": closing(self._result, classes, str(self.folder.path)),
             "notes": self._notes(going_on),
             "figures": figures,
             "course": _loss(aggregates),
             "rate": _rate(aggregates),
-            "progress": _progress(aggregates.progress),
+            "progress": _progress(aggregates.progress, moves_bytes(settings)),
             "scores": self._scores(),
             "per_class": _per_class(self._result, classes),
             "staleness": self._staleness(),
@@ -134,6 +136,8 @@ class RunReader:
         row = {**last, **result}
         simulated = config is not None and is_simulated(config) and not result.get("lab")
         found: dict[str, Any] = {name: row.get(name) for name in FIGURES}
+        if config is not None and not moves_bytes(to_dict(config)):
+            found |= {"bytes_pushed": 0, "bytes_pulled": 0}
         scores = {name: row.get(name) for name in (*FINAL_SCORES, *EVALUATED)}
         early = {name: _last(aggregates.scores, name) for name in EVALUATED}
         is_early = all(scores[name] is None for name in EVALUATED) and any(one is not None for one in early.values())
@@ -151,6 +155,7 @@ class RunReader:
             "live": last.get("live"),
             "simulated": simulated,
             "lab": bool(result.get("lab")),
+            "rule": str(result.get("rule_applied") or "").replace(" (averaged)", "") or None,
             "staleness": result.get("staleness"),
             "num_parameters": result.get("num_parameters"),
             "pushes": aggregates.num_pushes or None,
@@ -203,6 +208,33 @@ class RunReader:
         return rows, findings(about, found)
 
 
+def run_names(settings: dict[str, Any]) -> dict[str, str | None]:
+    """Return strategy, model and data set as the page shows them, and the headline of the three.
+
+    A task of one's own has its own model and data, and both are named by the script or the function that makes them.
+
+    >>> run_names({"strategy": "async", "task": "tasks/spirals.py:build", "dataset": "fashion-mnist"})["title"]
+    'async, spirals:build'
+    >>> run_names({"strategy": "sync", "model": "lenet5", "dataset": "fashion-mnist"})["title"]
+    'sync, lenet5 on fashion-mnist'
+    """
+    strategy, task = settings.get("strategy"), settings.get("task")
+    if task is None:
+        model, dataset = settings.get("model"), settings.get("dataset")
+        what = f"{model} on {dataset}" if model and dataset else None
+    else:
+        where, _, function = str(task).partition(":")
+        own = f"script {function}" if where == SCRIPT else f"{Path(where).stem}:{function}" if function else where
+        model, dataset, what = own, own, own
+    title = ", ".join(str(one) for one in (strategy, what) if one)
+    return {"strategy": strategy, "model": model, "dataset": dataset, "title": title or None}
+
+
+def moves_bytes(settings: dict[str, Any]) -> bool:
+    """Return whether weights travel between processes: `classic` trains in one."""
+    return settings.get("strategy") != CLASSIC
+
+
 def _file_state(file: Path) -> tuple[int, ...]:
     """Return a value that changes with the file; empty if it does not exist."""
     try:
@@ -238,10 +270,10 @@ def _rate(aggregates: Aggregates) -> dict[str, list[float | None]]:
     return {"t": plain(times), "rate": plain(values)}
 
 
-def _progress(course: TimeSeries) -> dict[str, list[float | None]]:
+def _progress(course: TimeSeries, with_bytes: bool) -> dict[str, list[float | None]]:
     found = {"t": plain(course.times), "samples": plain(course.carried("samples"), 7)}
     found["live_low"] = plain(course.least("live"))
-    for name in ("staleness", "live", "lr", "norm", "bytes_pushed", "bytes_pulled"):
+    for name in ("staleness", "live", "lr", "norm", *(("bytes_pushed", "bytes_pulled") if with_bytes else ())):
         values = course.last(name)
         if np.isfinite(values).any():
             found[name] = plain(values, 7 if name.startswith("bytes") else 5)

@@ -34,7 +34,8 @@ def _how_good(figures: dict[str, Any]) -> str:
             return f"{accuracy:.2f} % {which} accuracy{_of_weights(figures, f'{which}_accuracy', '.2f', ' %')}{when}"
         if loss is not None:
             return f"{which} loss {loss:.4f}{_of_weights(figures, f'{which}_loss', '.4f')}{when}"
-    return ""
+    reported = [f"{name} {value:.4g}" for name, value in (figures.get("metrics") or {}).items() if value is not None]
+    return f"{', '.join(reported[:3])} (reported by the script)" if reported else ""
 
 
 def _of_weights(figures: dict[str, Any], score: str, form: str, unit: str = "") -> str:

@@ -75,8 +75,9 @@ class Rows extends Figure {
     spec.rows.forEach((row, place) => {
       const middle = box.top + place * ROW + ROW / 2;
       const name = row.name.length > most ? `${row.name.slice(0, most - 1)}…` : row.name;
-      grid.append(svg("text", { x: box.left - 8, y: middle + 4, "text-anchor": "end", class: "name" }, name, svg("title", {}, row.name)));
-      if (spec.single) this.bar(grid, row, middle, toX, low);
+      const worst = row.name === spec.lowest ? " worst" : "";
+      grid.append(svg("text", { x: box.left - 8, y: middle + 4, "text-anchor": "end", class: `name${worst}` }, name, svg("title", {}, row.name)));
+      if (spec.single) this.bar(grid, row, middle, toX, low, worst);
       else this.dots(grid, spec, row, middle, toX, box);
     });
     grid.append(svg("text", { class: "label", x: box.right, y: box.bottom + 31, "text-anchor": "end" }, spec.label));
@@ -84,11 +85,11 @@ class Rows extends Figure {
     this.box = box;
   }
 
-  bar(grid, row, middle, toX, low) {
+  bar(grid, row, middle, toX, low, worst) {
     const value = row.values[0];
     if (!known(value)) return;
-    grid.append(svg("rect", { class: "bar", x: toX(low), width: Math.max(0, toX(value) - toX(low)), y: middle - 7, height: 14 }),
-      svg("text", { x: toX(value) + 6, y: middle + 4, class: "value" }, value.toFixed(1)));
+    grid.append(svg("rect", { class: `bar${worst}`, x: toX(low), width: Math.max(0, toX(value) - toX(low)), y: middle - 7, height: 14 }),
+      svg("text", { x: toX(value) + 6, y: middle + 4, class: `value${worst}` }, value.toFixed(1)));
   }
 
   dots(grid, spec, row, middle, toX, box) {

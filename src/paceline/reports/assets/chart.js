@@ -10,7 +10,8 @@ class Figure {
     this.plot = el("div", { class: "plot", tabindex: "0", role: "img" });
     this.readout = el("div", { class: "readout", hidden: true });
     this.legend = el("ul", { class: "legend" });
-    const heading = el("figcaption", {}, el("strong", {}, title), this.caption);
+    this.scale = el("button", { type: "button", class: "plain scale", hidden: true, onclick: () => this.rescale() });
+    const heading = el("figcaption", {}, el("strong", {}, title), this.scale, this.caption);
     this.figure = el("figure", { class: wide ? "chart wide" : "chart" }, heading, this.plot, this.legend);
     parent.append(this.figure);
     this.width = 0;
@@ -63,6 +64,11 @@ class Figure {
 
   heightOf() { return this.height; }
 
+  rescale() {
+    this.log = !(this.log ?? this.spec.y.log);
+    schedule(this);
+  }
+
   leave() {
     this.readout.hidden = true;
     if (this.rule) this.rule.setAttribute("visibility", "hidden");
@@ -102,8 +108,11 @@ class LineChart extends Figure {
     const box = { left: MARGIN.left, right: width - MARGIN.right, top: MARGIN.top, bottom: height - MARGIN.bottom };
     this.box = box;
     const x = spanOf(spec.series.map((one) => one.x), spec.x);
-    const y = spanOf(spec.series.flatMap((one) => [one.y, ...(one.inside ? [one.inside] : [])]), spec.y);
-    const log = spec.y.log && y.low > 0;
+    const asked = this.log ?? spec.y.log;
+    const y = spanOf(spec.series.flatMap((one) => [one.y, ...(one.inside ? [one.inside] : [])]), { ...spec.y, log: asked, zero: spec.y.zero && !asked });
+    const log = asked && y.low > 0;
+    this.scale.hidden = !spec.y.scales;
+    setText(this.scale, log ? "linear scale" : "log scale");
     this.toX = (value) => box.left + ((value - x.low) / (x.high - x.low || 1)) * (box.right - box.left);
     const place = log
       ? (value) => Math.log(Math.max(value, y.low) / y.low) / Math.log(y.high / y.low || 2)
@@ -119,9 +128,10 @@ class LineChart extends Figure {
       inside.append(svg("line", { class: "mark", x1: at, x2: at, y1: box.top, y2: box.bottom }, svg("title", {}, mark.text)));
     }
     for (const one of spec.series) this.line(inside, one);
+    const told = spec.series.filter((one) => !one.grey);
     this.rule = svg("line", { class: "rule", y1: box.top, y2: box.bottom, visibility: "hidden" });
     this.svg.append(this.rule);
-    this.stops = [...new Set(spec.series.flatMap((one) => one.x.filter((_, i) => known(one.y[i]))))].sort((a, b) => a - b);
+    this.stops = [...new Set((told.length ? told : spec.series).flatMap((one) => one.x.filter((_, i) => known(one.y[i]))))].sort((a, b) => a - b);
   }
 
   axes(spec, x, y, log, box) {
@@ -159,7 +169,7 @@ class LineChart extends Figure {
       path += order ? (one.steps ? `H${left}V${top}` : `L${left} ${top}`) : `M${left} ${top}`;
     });
     const style = `stroke:${one.colour};stroke-dasharray:${one.dash || "none"}`;
-    if (!one.scattered) parent.append(svg("path", { class: one.faint ? "line faint" : "line", d: path, style }));
+    if (!one.scattered) parent.append(svg("path", { class: one.grey ? "line grey" : one.faint ? "line faint" : "line", d: path, style }, one.grey ? svg("title", {}, one.name) : null));
     if (places.length <= (one.dots ?? 24)) {
       for (const place of places) {
         const at = { cx: this.toX(one.x[place]).toFixed(1), cy: this.toY(one.y[place]).toFixed(1) };
@@ -205,6 +215,7 @@ class LineChart extends Figure {
     const reach = this.spec.exact ? 1e-9 : 12;
     const found = [];
     for (const one of series) {
+      if (one.grey) continue;
       let near = -1;
       one.x.forEach((other, place) => {
         if (known(one.y[place]) && (near < 0 || Math.abs(other - value) < Math.abs(one.x[near] - value))) near = place;

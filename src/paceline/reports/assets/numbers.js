@@ -57,11 +57,23 @@ function clockUnit(seconds) {
   return { size, name };
 }
 
+// Return a duration as people write it: 31 ms, 0.9 s, 42 s, 4 min 35 s, 2 h 13 min, 3 d 4 h.
 function clock(seconds) {
   if (!known(seconds)) return "–";
-  if (seconds < 0.1 && seconds > 0) return `${digits(1000 * seconds)} ms`;
-  const { size, name } = clockUnit(seconds);
-  return `${digits(seconds / size)} ${name}`;
+  if (seconds < 0.0995 && seconds > 0) return `${digits(1000 * seconds, 2)} ms`;
+  if (seconds < 9.95) return `${seconds.toFixed(1)} s`;
+  const parts = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+  const first = parts.findIndex(([size]) => Math.round(seconds) >= size);
+  const [size, name] = parts[first];
+  const [less, lesser] = parts[first + 1] || [1, ""];
+  const whole = Math.round(seconds / less) * less;
+  const rest = Math.round((whole % size) / less);
+  return `${Math.floor(whole / size)} ${name}${rest && lesser ? ` ${rest} ${lesser}` : ""}`;
+}
+
+// Return a time on an axis, with the digits that tell neighbouring points apart.
+function instant(seconds) {
+  return known(seconds) && seconds < 60 && seconds >= 0.1 ? `${digits(seconds)} s` : clock(seconds);
 }
 
 const KINDS = {
@@ -70,7 +82,7 @@ const KINDS = {
   percent: (value) => (known(value) ? `${value.toFixed(2)} %` : "–"),
   bytes: (value) => short(value, "B"),
   rate: (value) => `${digits(value, 4)} /s`,
-  seconds: clock,
+  seconds: instant,
 };
 
 // Return the unit of an axis for a kind of number, and its size.
@@ -105,7 +117,11 @@ function ticks(low, high, count) {
 function logTicks(low, high) {
   const found = [];
   for (let power = Math.ceil(Math.log10(low) - 1e-9); power <= Math.log10(high) + 1e-9; power += 1) found.push(10 ** power);
-  return found.length > 1 ? found : [low, high];
+  if (found.length > 3) return found;
+  const finer = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += 1) finer.push(...[1, 2, 5].map((one) => one * 10 ** power));
+  const inside = finer.filter((value) => value >= low * 0.999 && value <= high * 1.001);
+  return inside.length > 1 ? inside : [low, high];
 }
 
 // Smooth by weighted means, forward and backward, so that nothing is shifted.

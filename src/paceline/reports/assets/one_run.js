@@ -1,14 +1,17 @@
 // The report on one run. Built once; `update` shows new data.
 
 class OneRun {
-  constructor(parent, headingId) {
+  constructor(parent, headingId, beside = false) {
     this.axis = "t";
+    this.beside = beside;
     this.parent = parent;
     this.verdict = el("p", { class: "verdict" });
     this.meter = el("progress", { max: "1", "aria-label": "share of the budget", hidden: true });
     this.tiles = el("dl", { class: "tiles" });
     this.notes = el("ul", { class: "notes", hidden: true });
-    parent.append(this.verdict, this.meter, this.tiles, this.notes);
+    this.title = el("p", { class: "title", hidden: !beside });
+    this.about = el("p", { class: "about" });
+    parent.append(this.title, this.about, this.verdict, this.meter, this.tiles, this.notes);
     this.learning(parent, headingId);
     this.working(parent, headingId);
     this.telling(parent, headingId);
@@ -39,8 +42,11 @@ class OneRun {
     this.pace.append(grid);
     this.speed = new LineChart(grid, "Throughput");
     this.staleness = new Histogram(grid, "Staleness of pushes");
-    this.bytes = new LineChart(grid, "Bytes moved");
-    this.live = new LineChart(grid, "Live workers");
+    this.live = new LineChart(grid, "Live workers", { height: 160 });
+    this.bytesName = el("summary");
+    this.bytesBox = el("details", { class: "fold" }, this.bytesName);
+    this.pace.append(this.bytesBox);
+    this.bytes = new LineChart(this.bytesBox, "Bytes moved", { height: 160 });
     this.workersBox = el("details", { class: "fold" }, el("summary", {}, "Each worker"));
     this.pace.append(this.workersBox);
     this.workers = new SortedTable(this.workersBox, WORKER_COLUMNS, { caption: "Each worker", sortBy: null });
@@ -66,6 +72,8 @@ class OneRun {
 
   update(run) {
     this.run = run;
+    setText(this.title, run.title || "");
+    setText(this.about, aboutOf(run));
     setText(this.verdict, run.verdict);
     const share = run.figures.fraction;
     this.meter.hidden = !run.going_on || !known(share);
@@ -131,7 +139,10 @@ class OneRun {
       bars: run.staleness, label: "updates applied since its weights were sent",
       summary: stale ? `mean ${digits(stale.mean)}, median ${stale.p50}, 95 % at most ${stale.p95}, greatest ${stale.max}` : "",
     } : null);
-    this.bytes.update(bytesSpec(run, time));
+    const bytes = bytesSpec(run, time);
+    this.bytesBox.hidden = !bytes;
+    setText(this.bytesName, `Bytes moved: ${movedOf(run.figures)}`);
+    this.bytes.update(bytes);
     const live = run.progress.live || [];
     this.live.update(live.some((one) => one !== live[0]) ? {
       ...lineSpec(run.progress, "live", "t", time, { label: "workers", kind: "count", zero: true }, true), marks: marksOf(run),
@@ -164,22 +175,31 @@ function marksOf(run) {
   return listed.slice(0, 40).map((one) => ({ x: one.t, text: `${clock(one.t)}: ${one.text}` }));
 }
 
+// Return what the figures belong to: the run's name, its workers, the applied rule and the scored weights.
+function aboutOf(run) {
+  const { figures, settings } = run;
+  const rule = figures.rule || (settings.rule === "auto" ? null : settings.rule);
+  const chosen = settings.rule === "auto" && figures.rule ? ", chosen by auto" : "";
+  return [
+    `run ${run.name}`, known(figures.workers) ? `${figures.workers} ${figures.workers === 1 ? "worker" : "workers"}` : null,
+    rule ? `rule ${rule}${chosen}` : settings.rule ? "rule auto" : null, settings.task?.startsWith("script:") ? null : `scored: ${figures.weights} weights`,
+  ].filter(Boolean).join(" · ");
+}
+
 function tilesOf(run) {
   const { figures } = run;
-  const bytes = (figures.bytes_pushed || 0) + (figures.bytes_pulled || 0);
   const stale = figures.staleness;
   return [
     ...[...WEIGHTS].sort((kind) => (kind === figures.weights ? -1 : 1)).flatMap((kind) => [["test", "accuracy"], ["test", "loss"], ["validation", "accuracy"], ["train", "accuracy"]].map(([part, what]) => {
       const value = figures[`${kind}_${part}_${what}`];
       return [`${part} ${what}, ${kind} weights`, known(value) ? (what === "loss" ? digits(value, 4) : KINDS.percent(value)) : null];
     })),
-    ...Object.entries(figures.metrics).map(([name, value]) => [name, known(value) ? digits(value, 4) : "not finite"]),
+    ...Object.entries(figures.metrics).map(([name, value]) => [`${name}, reported`, known(value) ? digits(value, 4) : "not finite"]),
     [timeLabel(run), known(figures.seconds) ? clock(figures.seconds) : null],
     ["time left, about", known(figures.seconds_left) ? clock(figures.seconds_left) : null],
     ["samples/s", known(figures.rate) ? digits(figures.rate, 4) : null],
     ["updates", known(figures.updates) ? KINDS.count(figures.updates) : null],
     ["staleness, mean", stale ? digits(stale.mean) : null],
-    ["data moved", bytes ? short(bytes, "B") : null],
     ["workers lost", figures.lost_workers ? String(figures.lost_workers) : null],
     ["resumed", figures.resumes ? `${figures.resumes} ×` : null],
   ];
@@ -197,12 +217,18 @@ function machineOf(run) {
   ];
 }
 
+function movedOf(figures) {
+  if (!known(figures.bytes_pushed)) return null;
+  return figures.bytes_pushed ? `${KINDS.bytes(figures.bytes_pushed)} pushed, ${KINDS.bytes(figures.bytes_pulled)} pulled` : "none";
+}
+
 function drawSettings(parent, run) {
   const groups = new Map();
   for (const [name, value] of Object.entries(run.settings)) {
     const preset = settingText(facts.defaults[name]);
     const changed = settingText(value) !== preset;
     if (!changed && value === null) continue;
+    if (run.settings.task && (name === "dataset" || name === "model")) continue; // the task has its own
     const group = facts.groups[name] || "other";
     if (!groups.has(group)) groups.set(group, []);
     const term = el("dt", { title: facts.help[name] || null, class: changed ? "changed" : null }, name.replaceAll("_", "-"));

@@ -23,6 +23,7 @@ class Page {
     const all = [...runs.values()];
     if (facts.live) all.sort((a, b) => (b.made || "").localeCompare(a.made || ""));
     tellApart(all);
+    if (all.length) shorten(all);
     if (!all.length) {
       setText(this.title, "No runs yet");
       return;
@@ -38,7 +39,7 @@ class Page {
   }
 
   head(run) {
-    setText(this.title, run.name);
+    setText(this.title, run.title || run.name);
     setText(this.status, run.status);
     this.status.className = `badge ${run.status}`;
   }
@@ -54,7 +55,7 @@ class Page {
       this.select = el("select", { "aria-label": "which run", onchange: () => { location.hash = encodeURIComponent(runs.get(this.select.value).name); } });
       box.append(el("div", { class: "heading" }, el("h2", {}, "One run in full"), this.select));
     }
-    this.one = new OneRun(box, "one");
+    this.one = new OneRun(box, "one", several);
   }
 
   // The selected run is kept in the URL, so that it can be linked to.
@@ -71,12 +72,11 @@ class Page {
     const busy = facts.live && !this.picked ? all.filter((run) => run.going_on) : [];
     if (busy.length) this.chosen = busy.reduce((a, b) => ((b.made || "") > (a.made || "") ? b : a)).id;
     if (!runs.has(this.chosen)) {
-      const [best] = bestOf(all);
+      const [best] = ranked(groupsOf(all)[0][1]);
       this.chosen = (best || all[0]).id;
     }
-    if (this.select.options.length !== all.length) {
-      this.select.replaceChildren(...all.map((run) => el("option", { value: run.id }, run.name)));
-    }
+    drawOnce(this.select, all.map((run) => [run.id, run.short]), () =>
+      this.select.replaceChildren(...all.map((run) => el("option", { value: run.id, title: run.name }, run.short))));
     this.select.value = this.chosen;
   }
 

@@ -21,12 +21,19 @@ function lossSpec(run, axis, x, marks) {
   }
   const values = series.flatMap((one) => one.y).filter((value) => known(value) && value > 0);
   if (!values.length) return null;
-  const log = Math.max(...values) / Math.min(...values) > 300;
   const last = course.loss.length ? even[even.length - 1] : null;
   const summary = known(last) ? `Train loss ends at ${digits(last)}` : "";
-  const zero = !log && Math.min(...values) < 0.6 * Math.max(...values);
   if (marks.length) legend.push(MARKED);
-  return { x, y: { label: "loss, mean over samples", kind: "number", zero, log }, series, legend, marks, summary };
+  return { x, y: { label: "loss, mean over samples", kind: "number", ...logScale(values) }, series, legend, marks, summary };
+}
+
+const MIN_LOG_RATIO = 4;
+
+// Return the scale of a loss: logarithmic if all values are positive and they span enough. The reader can change it.
+function logScale(all) {
+  const values = all.filter(known);
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  return { log: low > 0 && high / low >= MIN_LOG_RATIO, scales: low > 0, zero: low < 0.6 * high };
 }
 
 // Drop the rarest extremes, which would flatten the rest.
@@ -61,14 +68,14 @@ function classSpec(run, most = 20) {
   const shown = scored.length > most ? [...scored].sort((a, b) => a[1] - b[1]).slice(0, most) : scored;
   const rows = shown.map(([name, value]) => ({ name, values: [value] }));
   const lowest = [...scored].sort((a, b) => a[1] - b[1])[0];
-  const caption = `${run.figures.weights} weights` + (scored.length > most ? `; the ${most} lowest of ${scored.length}` : "");
-  return { rows, single: true, colours: ["var(--c0)"], names: [run.name], label: "accuracy (%)", caption,
+  const caption = `${run.figures.weights} weights; lowest: ${lowest[0]}` + (scored.length > most ? `; the ${most} lowest of ${scored.length}` : "");
+  return { rows, single: true, lowest: lowest[0], colours: ["var(--c0)"], names: [run.name], label: "accuracy (%)", caption,
     summary: `lowest: ${lowest[0]} with ${KINDS.percent(lowest[1])}` };
 }
 
 function lineSpec(columns, name, axis, x, y, steps = false) {
   const values = columns[name];
-  if (!values || !values.some(known)) return null;
+  if (!values || values.filter(known).length < 2) return null;
   const colour = "var(--c0)";
   return { x, y, series: [{ name: y.label, x: columns[axis], y: values, colour, steps }], summary: `ends at ${digits(values.filter(known).at(-1))}` };
 }
@@ -84,5 +91,6 @@ function bytesSpec(run, x) {
   }
   if (!series.some((one) => one.y.some((value) => value > 0))) return null;
   const legend = series.map((one) => [one.name, stroke(one.colour, one.dash)]);
-  return { x, y: { label: "bytes so far", kind: "bytes", zero: true }, series, legend };
+  return { x, y: { label: "bytes so far", kind: "bytes", zero: true }, series, legend,
+    summary: `${KINDS.bytes(figures.bytes_pushed)} pushed, ${KINDS.bytes(figures.bytes_pulled)} pulled` };
 }

@@ -2,13 +2,19 @@
 
 // Columns: {name, title, number, value(row) -> sort key, cell(row) -> text or element}.
 class SortedTable {
-  constructor(parent, columns, { caption, sortBy = null, falling = false } = {}) {
+  constructor(parent, columns, { caption, sortBy = null, falling = false, most = Infinity } = {}) {
     this.columns = columns;
+    this.most = most;
     this.sort = { by: sortBy, falling };
     this.head = el("tr");
     this.body = el("tbody");
     const table = el("table", {}, caption ? el("caption", {}, caption) : null, el("thead", {}, this.head), this.body);
     parent.append(el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption || "table" }, table));
+    this.more = el("button", { type: "button", class: "plain more", hidden: true, onclick: () => {
+      this.whole = !this.whole;
+      this.draw();
+    } });
+    parent.append(this.more);
   }
 
   update(rows, columns = this.columns) {
@@ -18,13 +24,16 @@ class SortedTable {
   }
 
   draw() {
-    const text = JSON.stringify([this.columns.map((one) => one.title), this.sort, this.rows.map((row) => this.columns.map((one) => [one.value(row), row.key, row.state]))]);
+    const text = JSON.stringify([this.columns.map((one) => one.title), this.sort, this.whole, this.rows.map((row) => this.columns.map((one) => [one.value(row), row.key, row.state]))]);
     if (text === this.text) return;
     this.text = text;
     this.head.replaceChildren(...this.columns.map((column) => this.headOf(column)));
     const by = this.columns.find((one) => one.name === this.sort.by);
     const rows = by ? [...this.rows].sort((a, b) => order(by.value(a), by.value(b), this.sort.falling)) : this.rows;
-    this.body.replaceChildren(...rows.map((row) => el("tr", { class: row.className, "data-key": row.key },
+    const cut = rows.length - this.most > 2 ? rows.length - this.most : 0; // one or two more cost no more than the button
+    this.more.hidden = !cut;
+    setText(this.more, this.whole ? `only the first ${this.most}` : `${cut} more`);
+    this.body.replaceChildren(...(cut && !this.whole ? rows.slice(0, this.most) : rows).map((row) => el("tr", { class: row.className, "data-key": row.key },
       ...this.columns.map((column, place) => {
         const shown = column.cell ? column.cell(row) : String(column.value(row) ?? "–");
         return el(place ? "td" : "th", { class: column.number ? "number" : null, scope: place ? null : "row" }, shown);

@@ -4,7 +4,7 @@ const PART_NAMES = { computing: "computing", sending: "sending", waiting: "waiti
 
 class Timeline extends Figure {
   heightOf(spec) {
-    this.lane = spec.lanes.length <= 12 ? 26 : spec.lanes.length <= 24 ? 18 : 12;
+    this.lane = spec.lanes.length <= 8 ? 40 : spec.lanes.length <= 16 ? 30 : spec.lanes.length <= 24 ? 22 : 15;
     return spec.lanes.length * this.lane + 40;
   }
 
@@ -102,7 +102,7 @@ class Timeline extends Figure {
     this.rule.setAttribute("x1", left);
     this.rule.setAttribute("x2", left);
     this.rule.setAttribute("visibility", "visible");
-    const title = `${lane.size > 1 ? "workers" : "worker"} ${lane.name}, ${clock(now)}`;
+    const title = `${lane.size > 1 ? "workers" : "worker"} ${lane.name}, ${instant(now)}`;
     const here = lane.here.some(([from, to]) => from <= now && now <= to);
     const segment = lane.segments.find(([from, to]) => from <= now && now <= to);
     const lines = [];

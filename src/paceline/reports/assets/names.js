@@ -1,0 +1,108 @@
+// Short names of runs, their values of settings, and the groups that can share an axis.
+
+const MIN_SAVED = 6; // characters worth a short name
+const MIN_SHORT = 3;
+const FAILED = ["diverged", "collapsed"];
+const NOT_SETTINGS = new Set(["name", "runs", "data_dir", "threads", "checkpoint_every", "keep", "task"]);
+const MANY = 12; // runs above which only a choice has a colour
+
+// Give each run a short name: what all names begin or end with is left out.
+function shorten(all) {
+  const words = all.map((run) => run.name.split(/([-_/ ])/));
+  const most = Math.min(...words.map((one) => one.length)) - 1;
+  const same = (at) => words.every((one) => at(one) === at(words[0]));
+  let first = 0;
+  let last = 0;
+  while (first < most && same((one) => one[first])) first += 1;
+  while (last < most - first && same((one) => one[one.length - 1 - last])) last += 1;
+  first -= first % 2; // keep whole words
+  last -= last % 2;
+  const cut = () => words.map((one) => one.slice(first, one.length - last).join(""));
+  while (first > 0 && cut().some((name) => name.length < MIN_SHORT)) first -= 2;
+  const names = cut();
+  const worth = all.length > 1 && all[0].name.length - names[0].length >= MIN_SAVED && new Set(names).size === new Set(all.map((run) => run.name)).size;
+  all.forEach((run, place) => { run.short = worth ? names[place] : run.name; });
+}
+
+// Return the value of a setting as it was applied: own tasks have their own model and data.
+function settingOf(run, name) {
+  if (name === "dataset" || name === "model") return run[name];
+  if (name === "rule") return run.figures.rule || run.settings.rule;
+  return run.settings[name];
+}
+
+// Return the runs of each data set, the largest group first: scores on different data share no axis.
+function groupsOf(runs) {
+  const found = new Map();
+  for (const run of runs) {
+    const name = run.dataset || "unknown data";
+    if (!found.has(name)) found.set(name, []);
+    found.get(name).push(run);
+  }
+  return [...found].sort((a, b) => b[1].length - a[1].length);
+}
+
+// Return each setting that differs: its values, and the runs that have them.
+function differences(runs) {
+  const found = [];
+  for (const name of Object.keys(facts.groups)) {
+    if (NOT_SETTINGS.has(name)) continue;
+    const groups = new Map();
+    for (const run of runs) {
+      if (!Object.keys(run.settings).length) continue;
+      const value = settingText(settingOf(run, name));
+      if (!groups.has(value)) groups.set(value, []);
+      groups.get(value).push(run);
+    }
+    if (groups.size > 1) found.push([name, groups]);
+  }
+  return found;
+}
+
+// Return each value with its runs; if there are many values, only the values.
+function valuesOf(groups, runs) {
+  if (groups.size <= 8) {
+    return [...groups].map(([value, members]) => el("div", {}, el("b", {}, value), ` ${namesOf(members, runs)}`));
+  }
+  const values = [...groups.keys()].sort((a, b) => order(a, b, false));
+  return [el("b", {}, `${values[0]}, ${values[1]}, … ${values.at(-1)}`), ` ${values.length} values`];
+}
+
+function namesOf(members, runs) {
+  if (members.length > 3 && (2 * members.length > runs.length || runs.length > MANY)) return `${members.length} runs`;
+  return members.map((one) => one.short).join(", ");
+}
+
+// Return the kind of weights that all scored runs have a score for; null if there is none.
+function comparable(runs, name) {
+  const scored = runs.filter((run) => known(run.figures[name]));
+  const kinds = [...new Set(scored.map((run) => run.figures.weights))];
+  return (kinds.length === 1 ? kinds : WEIGHTS).find((kind) => scored.every((run) => known(run.figures[`${kind}_${name}`]))) || null;
+}
+
+// Return what runs of one data set are ranked by: {value(run), lowest, text(run), part}; null if they share no figure.
+// Validation data comes first if all have some. Own loops are ranked by what they report.
+function rankingOf(runs) {
+  const ended = runs.filter((run) => !FAILED.includes(run.status));
+  const scored = ended.filter((run) => known(run.figures.test_accuracy));
+  for (const part of ["validation", "test"]) {
+    const kind = comparable(scored, `${part}_accuracy`);
+    const name = `${kind}_${part}_accuracy`;
+    if (!scored.length || !kind || !scored.every((run) => known(run.figures[name]))) continue;
+    const text = (run) => `${KINDS.percent(run.figures[name])} ${part} accuracy (${kind} weights)`;
+    return { value: (run) => run.figures[name], text, part, lowest: false };
+  }
+  if (scored.length) return null;
+  const names = Object.keys(ended[0]?.figures.metrics || {}).filter((name) => ended.every((run) => known(run.figures.metrics[name])));
+  const name = names.find((one) => /acc|f1|auc|bleu|score/i.test(one)) || names.find((one) => /loss|err|perplexity/i.test(one));
+  if (!name) return null;
+  const value = (run) => run.figures.metrics[name];
+  return { value, text: (run) => `${name} ${digits(value(run), 4)}, as reported`, part: null, lowest: !/acc|f1|auc|bleu|score/i.test(name) };
+}
+
+// Return the runs of one data set from the best to the worst; unscored and failed ones are left out.
+function ranked(runs, ranking = rankingOf(runs)) {
+  if (!ranking) return [];
+  const found = runs.filter((run) => known(ranking.value(run)) && !FAILED.includes(run.status));
+  return found.sort((a, b) => (ranking.lowest ? 1 : -1) * (ranking.value(a) - ranking.value(b)));
+}
