@@ -19,7 +19,19 @@ from paceline.system.terminal import UNLIMITED_WIDTH, fold_help, terminal_width
 NARROW = 60  # columns below which the help of a flag stands under it
 MAX_SHOWN = 16  # settings up to which --help shows all of them
 BASIC = (
-    *("strategy", "workers", "model", "dataset", "task", "epochs", "steps", "batch_size", "optimizer", "lr", "momentum"),
+    *(
+        "strategy",
+        "workers",
+        "model",
+        "dataset",
+        "task",
+        "epochs",
+        "steps",
+        "batch_size",
+        "optimizer",
+        "lr",
+        "momentum",
+    ),
     *("seed", "device", "delay", "name", "runs", "speeds", "link", "like", "timing_only"),
 )
 """Settings that --help shows of a verb with many; --help-all shows the rest."""
