@@ -93,9 +93,3 @@ def rate(strategy: str, model: str, workers: int, threads: int, seconds: float, 
         run.wait_for_pushes(LEAST_STEPS * workers)
         end(run.process)
         return common_rate(run.steps())
-
-
-def seconds_to_first_push(workers: int) -> float:
-    """Return the wall time from the command to the first push of a LeNet5 run."""
-    with running("async", "lenet5", workers, 1) as run:
-        return run.wait_for_pushes(1)

@@ -12,7 +12,6 @@ from typing import Any
 from paceline.cli.arguments import Parser
 from paceline.cli.cluster import add_proof, chosen_tls
 from paceline.errors import UserError
-from paceline.reports.status_table import format_status
 from paceline.system.strict_json import to_json
 from paceline.system.terminal import can_redraw, table_width, terminal_width
 
@@ -43,6 +42,7 @@ def status_verb(arguments: list[str]) -> int:
         raise UserError(f"--watch {parsed.watch:g}: give the seconds between two looks, as in --watch 2")
     from paceline.analysis.status import UNDER_WAY
     from paceline.analysis.stragglers import stragglers
+    from paceline.reports.status_table import format_status
     from paceline.reports.watch.remote import status_reader
 
     tls = chosen_tls(parsed, "fingerprint", "ca")

@@ -7,7 +7,6 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.data.datasets import remedy
 from paceline.system.terminal import UNLIMITED_WIDTH, fold, printable
 
 if TYPE_CHECKING:
@@ -110,6 +109,8 @@ DATA_COLUMNS = (Column("data set", 0), Column("train", 2), Column("test", 1), Co
 
 def data_table(rows: list[DatasetStatus], width: int = UNLIMITED_WIDTH) -> str:
     """Return one row per data set, then its folder or how to get it, and its licence."""
+    from paceline.data.datasets import remedy  # it imports numpy, which the other tables do without
+
     cells = [
         [row.name, f"{row.train_size:,}", f"{row.test_size:,}", (row.origin or "here") if row.found else "not here"]
         for row in rows

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from paceline.config import RunConfig
-from paceline.data.datasets import DATASETS
-from paceline.data.partition import Split, parse_fold, parse_split
+from paceline.data.catalog import DATASETS
 from paceline.errors import UserError
+
+if TYPE_CHECKING:
+    from paceline.data.partition import Split
 
 WAYS = ("crop", "mirror")
 PADDING = 4  # black pixels around an image before a random window of its own size is cut out of it
@@ -13,12 +17,18 @@ PADDING = 4  # black pixels around an image before a random window of its own si
 
 def split_of(config: RunConfig) -> Split:
     """How the train set is divided over the workers."""
+    from paceline.data.partition import parse_split  # it imports numpy, which a help text does without
+
     return parse_split(config.split)
 
 
 def fold_of(config: RunConfig) -> tuple[int, int] | None:
     """Which fold of how many is held out, if any."""
-    return parse_fold(config.fold) if config.fold is not None else None
+    if config.fold is None:
+        return None
+    from paceline.data.partition import parse_fold
+
+    return parse_fold(config.fold)
 
 
 def train_score_of(config: RunConfig) -> int | None:

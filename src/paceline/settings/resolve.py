@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import SCRIPT, SIMULATED_ONLY, RunConfig, given
-from paceline.data.datasets import DATASETS
+from paceline.data.catalog import DATASETS
 from paceline.errors import UserError, unknown_name
 from paceline.settings.codecs import codec_of
 from paceline.settings.features import Feature
