@@ -231,6 +231,7 @@ class RunConfig:
     restart_workers: int = _run(
         0, "start a killed worker process again, at most this many times in the whole run", _not_negative
     )
+    keep_going: bool = _run(False, "go on without a worker whose code raises an exception (default: the run ends)")
     stall: float | None = _run(
         None,
         "drop a worker that makes no step for this many seconds and for 10 of its usual steps, like a lost one "
@@ -309,7 +310,7 @@ floats are zero, and averages, statistics of norm layers and dropped pushes are 
 SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only", "parameters")
 """Settings of a simulated cluster."""
 
-UPKEEP = ("keep", "restart", "restart_workers", "stall", "recovery", "durable", "track", "robust", "mirror")
+UPKEEP = tuple("keep restart restart_workers keep_going stall recovery durable track robust mirror".split())
 """Settings of a run's files, and of what its server lets in, not of its training: `paceline resume` may change them."""
 
 
