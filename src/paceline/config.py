@@ -223,7 +223,7 @@ class RunConfig:
     like: str | None = _cluster(None, "take settings, times and cores from this run (--speeds: factors)", metavar="RUN")
     timing_only: bool = _cluster(False, "compute no gradients, only times, staleness and traffic")
     parameters: str | None = _cluster(
-        None, "number of parameters for --timing-only, as in 25.6M (default: of --model)", metavar="COUNT"
+        None, "parameters for --timing-only, as in 25.6M (default: of --model)", None, "COUNT"
     )
     checkpoint_every: float = _run(60.0, "seconds between checkpoints", _positive)
     keep: int = _run(2, "number of checkpoints to keep", _at_least_one)
@@ -310,8 +310,9 @@ floats are zero, and averages, statistics of norm layers and dropped pushes are 
 SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only", "parameters")
 """Settings of a simulated cluster."""
 
-UPKEEP = tuple("keep restart restart_workers keep_going stall recovery durable track robust mirror".split())
-"""Settings of a run's files, and of what its server lets in, not of its training: `paceline resume` may change them."""
+_RESTARTS = "restart", "restart_workers", "keep_going", "stall"
+UPKEEP = ("keep", *_RESTARTS, "recovery", "durable", "track", "robust", "mirror")
+"""Settings of a run's files and of whom its server lets in, not of its training: `paceline resume` may change them."""
 
 
 def given(config: RunConfig, names: Iterable[str]) -> list[str]:

@@ -9,11 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from paceline.config import RunConfig
+from paceline.errors import RunFailed
+from paceline.interfaces import Report
 from paceline.runs.folder import RunFolder
 
-MAX_SAID, MAX_TRACEBACK = 200, 100_000  # characters of an exception in one line, and of its traceback
-SAME_SECONDS = 1.0  # how long to wait for other workers that fail in the same way
+MAX_SAID, MAX_TRACEBACK = 200, 20_000  # characters of an exception in one line, and of its traceback
+SAME_SECONDS = 0.3  # how long to wait for other workers that fail in the same way
 _OURS = str(Path(__file__).parents[2])
 
 
@@ -50,7 +51,7 @@ def _place(error: BaseException, begin: TracebackType | None) -> str:
 
 
 def _is_internal(name: str) -> bool:
-    return name.startswith(_OURS + "/paceline/") or "runpy" in name or name.startswith("<frozen ")
+    return name.startswith(f"{_OURS}/") or "runpy" in name or name.startswith("<frozen ")
 
 
 def _is_library(name: str) -> bool:
@@ -58,21 +59,20 @@ def _is_library(name: str) -> bool:
 
 
 class WorkerFailures:
-    """The workers of a run that raised exceptions. The first one ends the run; others may fail in the same way."""
+    """The processes of a run that raised exceptions. The first one ends the run; others may fail in the same way."""
 
-    def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
-        self._found: dict[int, dict[str, Any]] = {}
+    def __init__(self) -> None:
+        self._found: dict[str, dict[str, Any]] = {}
         self._deadline = 0.0
         self.is_told = False
 
     def __bool__(self) -> bool:
         return bool(self._found)
 
-    def add(self, worker: int, notice: dict[str, Any]) -> None:
-        """Note that a worker raised an exception."""
+    def add(self, name: str, notice: dict[str, Any]) -> None:
+        """Note that a process raised an exception."""
         self._deadline = self._deadline or time.monotonic() + SAME_SECONDS
-        self._found.setdefault(worker, notice)
+        self._found.setdefault(name, notice)
 
     @property
     def seconds_left(self) -> float | None:
@@ -83,32 +83,35 @@ class WorkerFailures:
     def line(self) -> str:
         """What happened, in one line.
 
-        >>> failures = WorkerFailures(3)
-        >>> failures.add(1, {"text": "ValueError: no (train.py, line 7)", "traceback": "..."})
+        >>> failures = WorkerFailures()
+        >>> failures.add("worker 1 of 3", {"text": "ValueError: no (train.py, line 7)", "traceback": "..."})
         >>> failures.line
         'worker 1 of 3: ValueError: no (train.py, line 7)'
-        >>> failures.add(0, {"text": "ValueError: no (train.py, line 7)", "traceback": "..."})
+        >>> failures.add("worker 0 of 3", {"text": "ValueError: no (train.py, line 7)", "traceback": "..."})
         >>> failures.line
         'worker 1 of 3: ValueError: no (train.py, line 7); and 1 other worker: the same'
         """
-        worker, first = next(iter(self._found.items()))
+        name, first = next(iter(self._found.items()))
         same = sum(one["text"] == first["text"] for one in self._found.values()) - 1
         others = f"; and {same} other worker{'s' * (same > 1)}: the same" if same else ""
-        if self._num_workers == 1:
-            return str(first["text"])
-        return f"worker {worker} of {self._num_workers}: {first['text']}{others}"
+        return f"{name}: {first['text']}{others}"
 
-    @property
-    def lines(self) -> list[str]:
-        """The traceback of the first failure, and one line for each worker that failed in another way."""
+    def tell(self, report: Report) -> None:
+        """Show the traceback of the first failure, and one line for each that is another."""
+        self.is_told = True
         (_, first), *others = self._found.items()
-        different = [f"worker {worker}: {one['text']}" for worker, one in others if one["text"] != first["text"]]
-        return [*first["traceback"].rstrip().splitlines(), *different]
+        different = [f"{name}: {one['text']}" for name, one in others if one["text"] != first["text"]]
+        for line in [*first["traceback"].rstrip().splitlines(), *different]:
+            report({"kind": "output", "stream": "stderr", "text": line})
 
-
-def way_on(folder: RunFolder, config: RunConfig) -> str:
-    """What the user can do after a worker's exception has ended the run."""
-    result = folder.result()
-    if result is None or not result["updates"]:
-        return "nothing was trained"
-    return f"the run stopped at update {result['updates']}; once the code is mended, {folder.resume_hint(config)}"
+    def error(self, folder: RunFolder) -> RunFailed:
+        """The error that ends the run, which says what the user can do."""
+        result = folder.result()
+        if folder.is_unstarted():
+            end = "nothing was trained"
+        elif result is not None and result["status"] == "finished":
+            end = f"training had finished, and {folder.path} is complete"
+        else:
+            where = f" at update {result['updates']}" if result is not None else ""
+            end = f"the run stopped{where}; once the code is mended, {folder.resume_hint(folder.config())}"
+        return RunFailed(f"{self.line}: {end}")

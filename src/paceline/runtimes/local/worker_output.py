@@ -43,9 +43,8 @@ class LineSplitter:
             if not shown[-1].strip() and (states or self._redrawn):
                 shown.pop()  # only the end of a line that is shown already
             self._redrawn, self._next_redraw = b"", 0.0
-        *states, self._partial = self._partial[:-1].split(b"\r") + [self._partial[-1:]]  # a "\n" may follow the last
-        if states:
-            self._partial = states.pop() + self._partial
+        *states, last = self._partial[:-1].split(b"\r")  # but for the last byte: a "\n" may follow it
+        self._partial = last + self._partial[-1:]
         self._redraw(states, now, shown)
         while len(self._partial) > LONGEST:
             shown.append(self._partial[:LONGEST])
