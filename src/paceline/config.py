@@ -222,9 +222,7 @@ class RunConfig:
     cores: int | None = _cluster(None, "cores that all workers and the server share (default: one each)", _at_least_one)
     like: str | None = _cluster(None, "take settings, times and cores from this run (--speeds: factors)", metavar="RUN")
     timing_only: bool = _cluster(False, "compute no gradients, only times, staleness and traffic")
-    parameters: str | None = _cluster(
-        None, "parameters for --timing-only, as in 25.6M (default: of --model)", None, "COUNT"
-    )
+    parameters: str | None = _cluster(None, "parameters of --timing-only, as in 25.6M [of --model]", metavar="COUNT")
     checkpoint_every: float = _run(60.0, "seconds between checkpoints", _positive)
     keep: int = _run(2, "number of checkpoints to keep", _at_least_one)
     restart: int = _run(0, "restart a killed server from checkpoint and log, at most this many times", _not_negative)

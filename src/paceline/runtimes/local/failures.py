@@ -9,7 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from paceline.errors import RunFailed
+from paceline.config import RunConfig, is_script
+from paceline.errors import RunFailed, ServerLost
 from paceline.interfaces import Report
 from paceline.runs.folder import RunFolder
 
@@ -115,3 +116,13 @@ class WorkerFailures:
             where = f" at update {result['updates']}" if result is not None else ""
             end = f"the run stopped{where}; once the code is mended, {folder.resume_hint(folder.config())}"
         return RunFailed(f"{self.line}: {end}")
+
+
+def lost_server(what: str, folder: RunFolder, config: RunConfig) -> RunFailed:
+    """The error for a server that is gone, and `what` became of it; the run can be resumed if training had begun."""
+    if not folder.has_log:
+        return RunFailed(f"{what} before training began: see the lines above")
+    hint = folder.resume_hint(config)
+    if is_script(config) and not config.durable:  # only the script can compute its pushes
+        return ServerLost(what, hint, "pushes since its newest checkpoint are lost (--durable keeps them)")
+    return ServerLost(what, hint)

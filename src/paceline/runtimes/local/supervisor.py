@@ -17,11 +17,11 @@ from paceline.assembly.work import divide_work
 from paceline.config import UPKEEP, RunConfig, is_script, to_dict
 from paceline.data.datasets import Location
 from paceline.data.shared import SharedDataset
-from paceline.errors import SERVER_GONE, ChildFailed, RunFailed, ServerLost, UserError
+from paceline.errors import SERVER_GONE, ChildFailed, ServerLost, UserError
 from paceline.interfaces import Report
 from paceline.runs.arrival_log import next_incarnation
 from paceline.runs.folder import RAISED, RunFolder, require_survivors
-from paceline.runtimes.local.failures import WorkerFailures
+from paceline.runtimes.local.failures import WorkerFailures, lost_server
 from paceline.runtimes.local.fault_injection import FaultInjector
 from paceline.runtimes.local.fork_server import ForkServer, receive_row, request
 from paceline.runtimes.local.restart import WorkerRestarts
@@ -194,15 +194,16 @@ class Supervisor:
         """A process has raised an exception: a bug, which ends the run unless it is told to keep going."""
         name = self._names.get(notice["pid"], "a process")
         self._raised[notice["pid"]] = notice
-        keeper = "worker 0" if self._processes.first_worker else "the server"
-        if name not in self._numbers or not self._config.keep_going:
-            called = name if name in self._numbers else keeper
-            of = f" of {self._config.workers or 1}" if called != "the server" else ""
-            if not self._failures:
-                self._order({"kind": "stop", "reason": f"{RAISED}{called}{of}: {notice['text']}"})
-            self._failures.add(f"{called}{of}", notice)
-        else:
+        worker = self._numbers.get(name, 0 if self._processes.first_worker else None)
+        if name in self._numbers and self._config.keep_going:
             self._report({"kind": "output", "stream": "stderr", "text": notice["traceback"].rstrip()})
+            return
+        where = f"worker {worker} of {self._config.workers or 1}" if worker is not None else "the server"
+        if not self._failures:
+            self._order({"kind": "stop", "reason": f"{RAISED}{where}: {notice['text']}"})
+        self._failures.add(where, notice)
+        if self._output is not None and worker is not None:
+            self._output.show_only(worker)
 
     def _end_for_failure(self) -> None:
         """After a moment for workers that fail in the same way, show the exception; then end the other workers."""
@@ -262,7 +263,7 @@ class Supervisor:
     def _hear_forks(self) -> None:
         notice = self._forks.notice()
         if notice is None:
-            raise self._failure("the process that starts workers was killed")
+            raise lost_server("the process that starts workers was killed", self._folder, self._config)
         if notice["kind"] == "started":
             self._names[notice["pid"]] = notice["name"]
             self._running.add(notice["pid"])
@@ -295,7 +296,7 @@ class Supervisor:
             self._hear_server_out()
             if not self._finished:
                 keeper = "the server process" if not self._processes.first_worker else "the process of worker 0"
-                raise self._failure(f"{keeper} ended ({notice['how']})")
+                raise lost_server(f"{keeper} ended ({notice['how']})", self._folder, self._config)
         elif not self._finished:
             self._note_worker_end(name, notice, by_table)
 
@@ -322,14 +323,6 @@ class Supervisor:
     def _was_restarted(self, name: str) -> bool:
         worker = self._numbers.get(name)
         return worker is not None and self._incarnations[worker] > self._processes.incarnation
-
-    def _failure(self, what: str) -> RunFailed:
-        if not self._folder.has_log:
-            return RunFailed(f"{what} before training began: see the lines above")
-        hint = self._folder.resume_hint(self._config)
-        if is_script(self._config) and not self._config.durable:  # only the script can compute its pushes
-            return ServerLost(what, hint, "pushes since its newest checkpoint are lost (--durable keeps them)")
-        return ServerLost(what, hint)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

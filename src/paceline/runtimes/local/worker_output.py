@@ -84,6 +84,7 @@ class WorkerOutput:
         self._report, self.is_behind = report, is_behind
         self._poll = select.epoll()
         self._pipes: dict[int, _Pipe] = {}
+        self._only: set[int] | None = None  # the workers whose lines are shown; None: all
 
     def fileno(self) -> int:
         """A descriptor that is readable while a worker's output waits to be read."""
@@ -99,6 +100,15 @@ class WorkerOutput:
             self._poll.register(reader, select.EPOLLIN)
             writers.append(writer)
         return writers
+
+    def show_only(self, worker: int) -> None:
+        """From now on show this worker's lines, and no others but those of workers named before.
+
+        The code of this one has failed, and what others print until they are ended tells nothing.
+        """
+        if self._only is None:
+            self.read()
+        self._only = {*(self._only or ()), worker}
 
     def read(self) -> None:
         """Report the lines that wait, one chunk of each pipe."""
@@ -134,5 +144,5 @@ class WorkerOutput:
         return False
 
     def _show(self, pipe: _Pipe, lines: list[str]) -> None:
-        for line in lines:
+        for line in lines if self._only is None or pipe.worker in self._only else ():
             self._report({"kind": "output", "stream": pipe.stream, "text": f"[worker {pipe.worker}] {line}"})

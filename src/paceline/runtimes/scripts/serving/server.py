@@ -129,7 +129,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         model = learned.model
         expected = expected_facts(first)
         service = Service(host, peers, control, expected, loop_sizes(host, model, expected))
-        service.serve_loops(LoopRequests(host, model, peers.by_worker, lambda: service.awaits_worker))
+        service.serve_loops(LoopRequests(host, model, peers.by_worker, lambda: service.awaits_worker, control.note))
         for peer, _ in found:
             service.admit(peer)
         for worker in awaited:
