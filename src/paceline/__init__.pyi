@@ -82,6 +82,7 @@ def train(
     keep: int = 2,
     restart: int = 0,
     restart_workers: int = 0,
+    keep_going: bool = False,
     stall: float | None = None,
     recovery: str = "log",
     durable: bool = False,
@@ -177,6 +178,7 @@ def train(
     keep: number of checkpoints to keep
     restart: restart a killed server from checkpoint and log, at most this many times
     restart_workers: start a killed worker process again, at most this many times in the whole run
+    keep_going: go on without a worker whose code raises an exception (default: the run ends)
     stall: drop a worker that makes no step for this many seconds and for 10 of its usual steps, like a lost one
         (default: only name it)
     recovery: recompute (log) or drop (checkpoint) pushes after a crash; a diverged run goes on from its newest

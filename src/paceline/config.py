@@ -221,15 +221,14 @@ class RunConfig:
     cores: int | None = _cluster(None, "cores that all workers and the server share (default: one each)", _at_least_one)
     like: str | None = _cluster(None, "take settings, times and cores from this run (--speeds: factors)", metavar="RUN")
     timing_only: bool = _cluster(False, "compute no gradients, only times, staleness and traffic")
-    parameters: str | None = _cluster(
-        None, "number of parameters for --timing-only, as in 25.6M (default: of --model)", metavar="COUNT"
-    )
+    parameters: str | None = _cluster(None, "parameters of --timing-only, as in 25.6M [of --model]", metavar="COUNT")
     checkpoint_every: float = _run(60.0, "seconds between checkpoints", _positive)
     keep: int = _run(2, "number of checkpoints to keep", _at_least_one)
     restart: int = _run(0, "restart a killed server from checkpoint and log, at most this many times", _not_negative)
     restart_workers: int = _run(
         0, "start a killed worker process again, at most this many times in the whole run", _not_negative
     )
+    keep_going: bool = _run(False, "go on without a worker whose code raises an exception (default: the run ends)")
     stall: float | None = _run(
         None,
         "drop a worker that makes no step for this many seconds and for 10 of its usual steps, like a lost one "
@@ -308,9 +307,8 @@ floats are zero, and averages, statistics of norm layers and dropped pushes are 
 SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only", "parameters")
 """Settings of a simulated cluster."""
 
-UPKEEP = (
-    *("keep", "restart", "restart_workers", "stall", "recovery", "durable", "track", "robust", "mirror", "train_score"),
-)
+_RESTARTS = "restart", "restart_workers", "keep_going", "stall"
+UPKEEP = ("keep", *_RESTARTS, "recovery", "durable", "track", "robust", "mirror", "train_score")
 """Settings of a run's files, admission and final scores, not of its training: `paceline resume` may change them."""
 
 

@@ -22,8 +22,9 @@ from paceline.core.schedules import Budget
 from paceline.core.server import Exchange, OptimizersServer, Server
 from paceline.errors import UserError
 from paceline.interfaces import Layout, Report, Rule, State
-from paceline.settings.resolve import schedule_of
+from paceline.settings.resolve import lr_scale, schedule_of
 from paceline.settings.rules import check_rule, chosen
+from paceline.settings.strategies import strategy_of
 
 Facts = Mapping[str, Any]
 
@@ -135,6 +136,11 @@ def announce_loop(config: RunConfig, facts: Facts, report: Report) -> None:
     """Say what the script brings, and which rule `auto` has chosen for its optimizers."""
     for text in facts["notes"]:
         report({"kind": "note", "text": text})
+    strategy = strategy_of(config)
+    pushes = strategy.pushes_per_step(config.workers or 1)
+    if pushes > 1 and not strategy.is_local and lr_scale(config) == 1.0:
+        what = f"one update averages {pushes} batches ({pushes * config.batch_size} samples) at the lr of one"
+        report({"kind": "note", "text": f"{what}: a larger lr in the script, with warm-up, can make up for it"})
     if config.rule != "auto":
         return
     workers = config.workers or 1

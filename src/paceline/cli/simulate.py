@@ -39,6 +39,7 @@ NOT_INHERITED = (
     "snapshots",
     "restart",
     "restart_workers",
+    "keep_going",
     "stall",
     "durable",
     "mirror",
@@ -55,7 +56,7 @@ def simulate_verb(arguments: list[str]) -> int:
     parser = Parser("simulate", SIMULATE_DESCRIPTION, "paceline simulate [RUN.toml] [flags]")
     add_trust(parser)
     parser.add("file", "file of settings; flags override it", nargs="?", metavar="RUN.toml")
-    add_settings(parser, left_out=("device", "restart", "restart_workers", "stall", "durable"))
+    add_settings(parser, left_out=("device", "restart", "restart_workers", "keep_going", "stall", "durable"))
     parser.add("--json", "print result.json on standard output at the end", action="store_true")
     parsed = parser.parse_strictly(arguments)
     config = config_from(parsed, parsed.file, _settings_of(parsed))

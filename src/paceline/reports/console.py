@@ -122,6 +122,7 @@ class Console:
         stream = stream or sys.stderr
         self._output = OutputQueue(stream) if stream is not None else None
         self._stream = cast(TextIO, self._output)
+        self._outputs = {-1: self._output} if self._output is not None else {}  # by descriptor; our own is -1
         self.stopping: str | None = None  # reason of a requested stop; the run may still finish by itself first
         self._quiet = quiet or self._stream is None  # a closed standard error is None
         self._bar: Progress | None = None
@@ -153,6 +154,8 @@ class Console:
                 if self._activity.kind != "scoring":
                     self._next_line = 0.0
                 self._working(row)
+            case "output":
+                self._show_output(row["text"], sys.stdout if row["stream"] == "stdout" else sys.stderr)
             case "stopping":
                 self.stopping = row["reason"]
                 self.note(f"{self.stopping}: saving what there is")
@@ -166,6 +169,21 @@ class Console:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             self._stream.write(text + "\n")
+
+    def is_behind(self) -> bool:
+        """Whether much of what workers print waits for a slow reader; more would be dropped."""
+        return any(queued.num_waiting > MAX_WAITING // 2 for queued in self._outputs.values())
+
+    def _show_output(self, text: str, stream: TextIO | None) -> None:
+        """Show one line that a worker printed, also if messages are not shown; above the bar, if there is one."""
+        if stream is None:
+            return
+        if self._bar is not None and stream.isatty():
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif stream is sys.stderr and self._output is not None:
+            self._output.write(text + "\n")
+        else:
+            self._outputs.setdefault(stream.fileno(), OutputQueue(stream)).write(text + "\n")
 
     def _progress(self, row: dict[str, Any]) -> None:
         if self._fancy:
@@ -232,8 +250,8 @@ class Console:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        if self._output is not None:
-            self._output.drain(DRAIN_SECONDS)
+        for queued in self._outputs.values():
+            queued.drain(DRAIN_SECONDS)
 
 
 def _figures(row: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from paceline.system.terminal import fold, printable
 MAX_DIFFERENCES = 6  # settings with a column; the others are listed below the table
 IGNORED_SETTINGS = (
     *("data_dir", "track", "keep", "checkpoint_every", "restart", "restart_workers", "recovery", "durable", "threads"),
-    *("model", "like", "mirror"),
+    *("model", "like", "mirror", "keep_going"),
 )
 """Settings that do not affect how runs compare, or that have a column anyway."""
 COMPARED = [name for name in SETTINGS if name not in IGNORED_SETTINGS]

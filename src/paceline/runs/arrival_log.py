@@ -257,6 +257,18 @@ def next_incarnation(path: Path, config: RunConfig) -> tuple[int, float]:
     return incarnation + 1, now
 
 
+def has_push(path: Path) -> bool:
+    """Return whether a log holds a push; without one nothing was trained. A damaged or empty log has none."""
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        file.readline(MAX_HEADER)
+        while len(record := file.read(RECORD_BYTES)) == RECORD_BYTES:
+            if record[0] == _PUSH or record[0] >= _PUSH_OF:
+                return True
+    return False
+
+
 def scan_log(path: Path, config: RunConfig, start: int = 0) -> LogContents:
     """Like `read_log`, but return a damaged log instead of refusing it."""
     content, header = _open(path, config)

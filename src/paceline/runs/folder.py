@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.config import SCHEMA, RunConfig, from_dict, is_script, is_simulated, read_toml, to_dict, to_toml
 from paceline.errors import DiskError, RunFailed, UserError
-from paceline.runs.arrival_log import require_same_config
+from paceline.runs.arrival_log import has_push, require_same_config
 from paceline.runs.durable_files import opened_folder, sync_folder, write_atomically
 from paceline.runs.events import RESULT_TYPES
 from paceline.system.sealed_weights import read_weights
@@ -32,11 +32,11 @@ NOT_COME = "not all workers came in time"
 TIME_IS_UP = "time is up"  # reasons for an early end, as the result states them
 LOOPS_ENDED = "every worker ended its loop"
 ONE_ENDED = "a worker ended its loop"
+RAISED = "exception in "  # begins the reason of a run that an exception in a user's code has ended
 _CHECK = b'# crc32 = "'  # the first line of config.toml: a checksum of the others
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 _DISK_ERRORS = (*_NO_ROOM, errno.EROFS, errno.EIO)
-_MAX_HEADER_NBYTES = 64  # of a log without a record
 
 
 class RunFolder:
@@ -302,8 +302,8 @@ class RunFolder:
             self.copy_state_file.unlink(missing_ok=True)
 
     def is_unstarted(self) -> bool:
-        """Whether no input was logged yet."""
-        return not self.arrivals_file.exists() or self.arrivals_file.stat().st_size <= _MAX_HEADER_NBYTES
+        """Whether nothing was trained: no push was logged yet."""
+        return not has_push(self.arrivals_file)
 
     def sweep(self) -> None:
         """Remove unfinished files and checkpoints that a killed process left; call it with the folder locked."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import selectors
@@ -12,14 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
-import traceback
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.runtimes.local.failures import describe_exception
 from paceline.system.process import describe_end, die_with, helper_command, helper_environment
 from paceline.system.strict_json import to_json
 
-MAX_SAID = 200  # characters of an exception that the supervisor repeats
 ROLES = {
     "server": "paceline.runtimes.server.process:main",
     "worker": "paceline.runtimes.local.worker_process:main",
@@ -34,9 +34,12 @@ _CLEAR = "clear"
 _LARGEST = 1 << 20
 
 
-def request(role: str, spec: dict[str, Any]) -> bytes:
-    """Encode a request for a process. The fork server sends a notice `started`, and `ended` when it ends."""
-    return to_json({"role": role, "spec": spec, "path": sys.path}).encode()
+def request(role: str, spec: dict[str, Any], has_output: bool = False) -> bytes:
+    """Encode a request for a process. The fork server sends a notice `started`, and `ended` when it ends.
+
+    With `has_output` the last two descriptors that come with it are the standard output and error of the process.
+    """
+    return to_json({"role": role, "spec": spec, "path": sys.path, "has_output": has_output}).encode()
 
 
 def receive_row(line: socket.socket, flags: int = 0) -> dict[str, Any] | None:
@@ -161,6 +164,9 @@ def _become(supervisor: socket.socket, request: dict[str, Any], fds: list[int], 
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for fd in ours:
             os.close(fd)
+        if request["has_output"]:
+            *fds, out, err = fds
+            _write_to(out, err)
         sys.path[:] = request["path"]
         from paceline.system.subnormals import flush_subnormals  # torch is loaded in a forked process only
 
@@ -172,15 +178,24 @@ def _become(supervisor: socket.socket, request: dict[str, Any], fds: list[int], 
         _tell(supervisor, {"kind": "complaint", "pid": os.getpid(), "code": code, "text": str(error)})
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if code:
+            _tell(supervisor, {"kind": "raised", "pid": os.getpid(), **describe_exception(stop)._asdict()})
     except BaseException as error:
-        traceback.print_exc()
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_SAID]
-        _tell(supervisor, {"kind": "raised", "pid": os.getpid(), "text": text})
+        _tell(supervisor, {"kind": "raised", "pid": os.getpid(), **describe_exception(error)._asdict()})
     finally:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _write_to(out: int, err: int) -> None:
+    """Let this process and its children write to these descriptors; a line is written when it is complete."""
+    for descriptor, standard in ((out, 1), (err, 2)):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 def _reap(supervisor: socket.socket, children: set[int]) -> None:

@@ -17,13 +17,15 @@ from paceline.assembly.work import divide_work
 from paceline.config import UPKEEP, RunConfig, is_script, to_dict
 from paceline.data.datasets import Location
 from paceline.data.shared import SharedDataset
-from paceline.errors import SERVER_GONE, RunFailed, ServerLost, UserError, error_of_child
+from paceline.errors import SERVER_GONE, ServerLost, UserError, error_of_child
 from paceline.interfaces import Report
 from paceline.runs.arrival_log import next_incarnation
-from paceline.runs.folder import RunFolder, require_survivors
+from paceline.runs.folder import RAISED, RunFolder, require_survivors
+from paceline.runtimes.local.failures import WorkerFailures, lost_server
 from paceline.runtimes.local.fault_injection import FaultInjector
 from paceline.runtimes.local.fork_server import ForkServer, receive_row, request
 from paceline.runtimes.local.restart import WorkerRestarts
+from paceline.runtimes.local.worker_output import WorkerOutput
 from paceline.settings.fault_table import Fault, never_fired
 from paceline.settings.strategies import on_ring
 from paceline.system.memory import require_open_files
@@ -32,6 +34,7 @@ from paceline.system.strict_json import to_json
 
 ENDING_SECONDS = 3.0
 GOING_SECONDS = 2.0  # between the end of a killed server's connections to its workers and of that to its supervisor
+BEHIND_SECONDS = 0.05  # until the user's terminal is looked at again, which takes no more output
 OTHER_FILES = 12  # that a server has open at least, beside the connections of its workers
 
 
@@ -71,9 +74,12 @@ class Supervisor:
         processes: ProcessPlan,
         report: Report,
         restarts: WorkerRestarts,
+        output: WorkerOutput | None = None,
     ) -> None:
+        """`output` reads what workers print; None: they write to the standard output and error of this process."""
         self._forks, self._config, self._folder, self._report = forks, config, folder, report
-        self._restarts = restarts
+        self._restarts, self._output = restarts, output
+        self._failures = WorkerFailures()
         self._processes = processes
         self._common = {"config": to_dict(config), "folder": str(folder.path), **processes.spec}
         self._incarnations = dict.fromkeys(range(processes.first_worker, config.workers or 1), processes.incarnation)
@@ -83,7 +89,7 @@ class Supervisor:
         self._numbers = {f"worker {worker}": worker for worker in self._incarnations}
         self._running: set[int] = set()
         self._dropped: set[int] = set()  # process ids of workers that the server has dropped
-        self._raised: dict[int, str] = {}  # the exceptions that ended processes, by process id
+        self._raised: dict[int, dict[str, Any]] = {}  # the exceptions that ended processes, by process id
         self._finished = self._server_is_silent = False
         self._is_over = False  # whether training is over, or was told to stop
         self._interrupts = 0
@@ -105,14 +111,20 @@ class Supervisor:
     def _start_worker(self, worker: int) -> None:
         server_side, worker_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own = {"name": f"worker {worker}", "worker": worker, "incarnation": self._incarnations[worker]}
-        self._start_process(self._processes.worker_role, own, worker_side)
+        self._start_process(self._processes.worker_role, own, worker_side, self._output)
         self._order({"kind": "worker", **own}, [server_side.fileno()])
         server_side.close()
 
-    def _start_process(self, role: str, own: dict[str, Any], end: socket.socket) -> None:
-        """Ask the fork server for a process that gets `end`, which this process closes."""
-        self._send(self._forks.socket, request(role, {**self._common, **own}), [end.fileno(), *self._processes.fds])
+    def _start_process(
+        self, role: str, own: dict[str, Any], end: socket.socket, output: WorkerOutput | None = None
+    ) -> None:
+        """Ask the fork server for a process that gets `end`, which this process closes, and writes to `output`."""
+        pipes = output.open(own["worker"]) if output is not None else []
+        packet = request(role, {**self._common, **own}, has_output=bool(pipes))
+        self._send(self._forks.socket, packet, [end.fileno(), *self._processes.fds, *pipes])
         end.close()
+        for pipe in pipes:
+            os.close(pipe)
 
     def _start_by_table(self, worker: int) -> None:
         """Start a new incarnation of a worker, or a new worker, as the table of faults asks."""
@@ -153,22 +165,71 @@ class Supervisor:
             self._hear_server_out()  # what a process did may have made us read it already
 
     def follow(self) -> None:
-        """Watch the run until it ends. The result is in the run folder."""
+        """Watch the run until it ends. The result is in the run folder. RunFailed if a worker's code has failed."""
         with self._signals(), contextlib.closing(self._injector):
             while not self._finished:
-                lines = [self._forks.socket] if self._server_is_silent else [self._forks.socket, self._control]
-                self._listen(select.select(lines, [], [], self._injector.timeout())[0])
+                self._wait(self._injector.timeout())
                 self._injector.act()
+                if self._failures:
+                    self._end_for_failure()
             deadline = time.monotonic() + ENDING_SECONDS
+            self._server_is_silent = True
             while self._running and time.monotonic() < deadline:
-                if select.select([self._forks.socket], [], [], 0.2)[0]:
-                    self._hear_forks()
+                self._wait(0.2)
+        if self._failures:
+            if not self._failures.is_told:
+                self._failures.tell(self._report)
+            raise self._failures.error(self._folder)
+
+    def _wait(self, seconds: float | None) -> None:
+        """Wait for what other processes say, at most so long, and take it."""
+        lines: list[Any] = [self._forks.socket] if self._server_is_silent else [self._forks.socket, self._control]
+        limits = [seconds, self._failures.seconds_left]
+        if self._output is not None:
+            behind = self._output.is_behind()
+            lines += [] if behind else [self._output]
+            limits += [BEHIND_SECONDS] if behind else []
+        readable = select.select(lines, [], [], min((one for one in limits if one is not None), default=None))[0]
+        if self._output is not None and self._output in readable:
+            self._output.read()
+        self._listen(readable)
+
+    def _note_exception(self, notice: dict[str, Any]) -> None:
+        """A process has raised an exception: a bug, which ends the run unless it is told to keep going."""
+        name = self._names.get(notice["pid"], "a process")
+        self._raised[notice["pid"]] = notice
+        worker = self._numbers.get(name, 0 if self._processes.first_worker else None)
+        if name in self._numbers and self._config.keep_going:
+            self._report({"kind": "output", "stream": "stderr", "text": notice["traceback"].rstrip()})
+            return
+        where = f"worker {worker} of {self._config.workers or 1}" if worker is not None else "the server"
+        if not self._failures:
+            self._order({"kind": "stop", "reason": f"{RAISED}{where}: {notice['text']}"})
+        self._failures.add(where, notice)
+        if self._output is not None and worker is not None:
+            self._output.show_only(worker)
+
+    def _end_for_failure(self) -> None:
+        """After a moment for workers that fail in the same way, show the exception; then end the other workers."""
+        workers = {pid for pid in self._running if self._names[pid] in self._numbers}
+        if not self._failures.is_told and (not workers or not self._failures.seconds_left):
+            self._failures.tell(self._report)
+        self._finished |= self._server_is_silent and self._failures.is_told
+        if self._failures.is_told and (self._is_over or self._finished):
+            for pid in workers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _hear_server(self) -> None:
         row = receive_row(self._control, socket.MSG_DONTWAIT)
         if row is None:
             self._server_is_silent = True  # the fork server will report how it ended
         elif row["kind"] == "failed":
+            while select.select([self._forks.socket], [], [], 0.0)[0]:  # the cause may be a worker's exception
+                self._hear_forks()
+            self._finished = bool(self._failures)
+            if self._finished:
+                return
             raise error_of_child(row["text"], row["code"])
         elif row["kind"] == "finished":
             self._finished = True
@@ -208,7 +269,7 @@ class Supervisor:
     def _hear_forks(self) -> None:
         notice = self._forks.notice()
         if notice is None:
-            raise self._failure("the process that starts workers was killed")
+            raise lost_server("the process that starts workers was killed", self._folder, self._config)
         if notice["kind"] == "started":
             self._names[notice["pid"]] = notice["name"]
             self._running.add(notice["pid"])
@@ -228,26 +289,31 @@ class Supervisor:
                 text = notice["text"] if in_all else f"{name}: {notice['text']}"
                 raise error_of_child(text, notice["code"])
         elif notice["kind"] == "raised":
-            self._raised[notice["pid"]] = notice["text"]
+            self._note_exception(notice)
         else:
             self._note_end(notice)
 
     def _note_end(self, notice: dict[str, Any]) -> None:
         name = self._names.get(notice["pid"], "a process")
         self._running.discard(notice["pid"])
+        if self._output is not None and name in self._numbers:
+            self._output.read_out(self._numbers[name])
         by_table = self._injector.ended(notice["pid"])
+        if self._failures:
+            return
         if name == "server" and not self._finished:
             self._hear_server_out()
             if not self._finished:
                 keeper = "the server process" if not self._processes.first_worker else "the process of worker 0"
-                raise self._failure(f"{keeper} ended ({notice['how']})")
+                raise lost_server(f"{keeper} ended ({notice['how']})", self._folder, self._config)
         elif not self._finished:
             self._note_worker_end(name, notice, by_table)
 
     def _note_worker_end(self, name: str, notice: dict[str, Any], by_table: tuple[str, ...]) -> None:
         """Start a killed worker again if `--restart-workers` allows it; else tell the user and the server."""
         pid, status = notice["pid"], notice["status"]
-        how = ", ".join([notice["how"], *filter(None, [self._raised.get(pid)]), *by_table])
+        raised = self._raised.get(pid)
+        how = ", ".join([notice["how"], *([raised["text"]] if raised is not None else []), *by_table])
         worker = self._numbers.get(name)
         self._hear_server_out()  # it may have dropped this worker, or ended the training
         is_lost = worker is not None and not (by_table or pid in self._dropped or self._is_over or self._finished)
@@ -266,14 +332,6 @@ class Supervisor:
     def _was_restarted(self, name: str) -> bool:
         worker = self._numbers.get(name)
         return worker is not None and self._incarnations[worker] > self._processes.incarnation
-
-    def _failure(self, what: str) -> RunFailed:
-        if not self._folder.has_log:
-            return RunFailed(f"{what} before training began: see the lines above")
-        hint = self._folder.resume_hint(self._config)
-        if is_script(self._config) and not self._config.durable:  # only the script can compute its pushes
-            return ServerLost(what, hint, "pushes since its newest checkpoint are lost (--durable keeps them)")
-        return ServerLost(what, hint)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -318,7 +376,12 @@ def train_on_processes(
 
 
 def run_local(
-    config: RunConfig, folder: RunFolder, forks: ForkServer, processes: ProcessPlan, report: Report
+    config: RunConfig,
+    folder: RunFolder,
+    forks: ForkServer,
+    processes: ProcessPlan,
+    report: Report,
+    output: WorkerOutput | None = None,
 ) -> dict[str, Any]:
     """Train on processes of this machine and return the result. Restart up to `config.restart` times."""
     per_worker = 2 if processes.first_worker else 1  # a ring has a second descriptor of each
@@ -326,7 +389,9 @@ def run_local(
     restarts = WorkerRestarts(config.restart_workers)
     for restart in range(1, config.restart + 2):
         try:
-            with contextlib.closing(Supervisor(forks, config, folder, processes, report, restarts)) as supervisor:
+            with contextlib.closing(
+                Supervisor(forks, config, folder, processes, report, restarts, output)
+            ) as supervisor:
                 supervisor.start()
                 supervisor.follow()
             break

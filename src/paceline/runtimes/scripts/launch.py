@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from paceline.assembly.preflight import provenance
-from paceline.config import SCRIPT, RunConfig, given
+from paceline.config import SCRIPT, RunConfig, given, max_workers_of
 from paceline.errors import UserError
 from paceline.object_store.mirroring import mirrored_to_store
 from paceline.reports.console import Console
@@ -18,6 +19,7 @@ from paceline.runs.recording import ScriptCall
 from paceline.runtimes.local.fault_injection import faults_for_processes
 from paceline.runtimes.local.fork_server import ForkServer
 from paceline.runtimes.local.supervisor import ProcessPlan, run_local
+from paceline.runtimes.local.worker_output import WorkerOutput
 from paceline.runtimes.scripts.lines_to_add.message import require_paceline
 from paceline.settings.features import Feature
 from paceline.settings.resolve import SCRIPT_MAY_DECIDE, resolve_own_loop
@@ -48,7 +50,8 @@ def run_script(config: RunConfig, command: list[str], console: Console) -> tuple
         ScriptCall.of(command).save(folder)
         spec = {"facts": provenance(config, None), "script": command, "typed": typed}
         processes = ProcessPlan(spec, [], server_role="script server", worker_role="script", faults=faults)
-        result = run_local(config, folder, forks, processes, console.report)
+        with _output_of(config, console) as output:
+            result = run_local(config, folder, forks, processes, console.report, output)
     require_survivors(result, folder)
     return folder, result
 
@@ -63,9 +66,20 @@ def resume_script(folder: RunFolder, config: RunConfig, console: Console) -> dic
     spec = {"facts": provenance(config, None), "script": call.command, "cwd": call.cwd, "resume": True}
     with mirrored_to_store(folder, config, console.report), ForkServer() as forks:
         processes = ProcessPlan(spec, [], incarnation, server_role="script server", worker_role="script")
-        result = run_local(config, folder, forks, processes, console.report)
+        with _output_of(config, console) as output:
+            result = run_local(config, folder, forks, processes, console.report, output)
     require_survivors(result, folder)
     return result
+
+
+@contextlib.contextmanager
+def _output_of(config: RunConfig, console: Console) -> Iterator[WorkerOutput | None]:
+    """Show what several workers print line by line; one alone has the terminal to itself."""
+    if (config.workers or 1) == 1 and max_workers_of(config) == 1:
+        yield None
+        return
+    with contextlib.closing(WorkerOutput(console.report, console.is_behind)) as output:
+        yield output
 
 
 def script_to_resume(folder: RunFolder, config: RunConfig, note: Callable[[str], None]) -> ScriptCall:

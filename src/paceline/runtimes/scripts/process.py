@@ -59,12 +59,23 @@ def run_script(env: WorkerEnv, command: list[str]) -> None:
     sys.path.insert(0, str(Path(command[0]).resolve().parent))
     with contextlib.suppress(session.TrainingOver):
         _run(command[0])
+        _finish()
+
+
+def _finish() -> None:
+    """End the training of a worker whose script ended without an error and did not say so itself."""
+    if session.joined is not None:
+        session.joined.end()
 
 
 def _run(script: str) -> None:
     """Run it; a `next(...)` on a loader without a further batch, which no `for` catches, may be the end of training."""
     try:
         runpy.run_path(script, run_name="__main__")
+    except SystemExit as stop:
+        if not stop.code:
+            _finish()
+        raise
     except (StopIteration, RuntimeError) as error:
         is_missing = isinstance(error, StopIteration) or isinstance(error.__cause__, StopIteration)  # in a generator
         if is_missing and session.joined is not None:

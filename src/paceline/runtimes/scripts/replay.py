@@ -85,6 +85,8 @@ class ReplayProcesses:
             raise RunFailed("the process that starts workers was killed: the run itself is as it was")
         if notice["kind"] == "started":
             self._names[notice["pid"]] = notice["name"]
+        elif notice["kind"] == "raised":
+            self._report({"kind": "note", "text": f"{self._names.get(notice['pid'], 'a process')}: {notice['text']}"})
         elif notice["kind"] == "ended":
             name = self._names.pop(notice["pid"], "a process")
             if notice["status"] and self._outcome is None:

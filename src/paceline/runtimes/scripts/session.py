@@ -372,6 +372,11 @@ class Session:
                 one.release(state)
         self.finished = self._is_final = True
 
+    def end(self) -> None:
+        """Do what `finish` does, at the end of a script that has made steps and did not call it."""
+        if self._loop is not None and self._made and not self._is_final:
+            self.finish()
+
     def report(self, **figures: float) -> None:
         """Record metrics you measured (an accuracy, say) in the run's result. `--target` can refer to them."""
         for name, value in figures.items():

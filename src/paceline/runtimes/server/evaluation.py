@@ -18,7 +18,7 @@ from paceline.config import RunConfig, is_simulated
 from paceline.core.server import Server
 from paceline.interfaces import Report, Scores
 from paceline.runs.events import EventLog
-from paceline.runs.folder import ALL_GONE, NOT_COME
+from paceline.runs.folder import ALL_GONE, NOT_COME, RAISED
 from paceline.runs.result import finite, is_averaged, shared_state
 from paceline.runs.snapshots import BestWeights
 from paceline.runtimes.server.timing import TimingCollector, TrainingClock
@@ -105,7 +105,7 @@ class Evaluator:
         """Every part after a finished run, the test data after Ctrl-C, nothing if the machine is being taken away."""
         if self._task is None or diverged or stop_reason in (ALL_GONE, NOT_COME, TERMINATED):
             return
-        if self._config.score == "none":
+        if self._config.score == "none" or (stop_reason or "").startswith(RAISED):
             return
         last = "test" if self._config.fold is None else "validation"
         is_whole = stop_reason != INTERRUPTED and self._config.score != "test"

@@ -23,7 +23,7 @@ from paceline.data.datasets import Dataset
 from paceline.data.shared import attach
 from paceline.errors import PacelineError
 from paceline.interfaces import Report
-from paceline.runs.folder import RunFolder
+from paceline.runs.folder import RAISED, RunFolder
 from paceline.runs.recovery import rebuild
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import Runtime
@@ -48,7 +48,8 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         with torch.inference_mode():  # updates need no autograd
             sizes = sizes_of(config, host.task, host.work)
             Service(host, peers, control, identity_of(host.task), sizes).run()
-        host.finish()
+        if host.server.pushes or not (host.stop_reason or "").startswith(RAISED):
+            host.finish()
         host.close()
 
     return reporting(serve, fds[0], spec["folder"])

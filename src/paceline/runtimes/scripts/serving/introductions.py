@@ -149,7 +149,8 @@ class Introductions:
         report, expected = self._control.send, expected_facts(first)
         host = host_of_loops(learned, first, run.folder, report, self.peers, facts, resume)
         gate = SingleServer(host, loop_sizes(host, learned.model, expected), self._welcome)
-        loops = LoopRequests(host, learned.model, self.peers.by_worker, lambda: service.awaits_worker)
+        note = self._control.note
+        loops = LoopRequests(host, learned.model, self.peers.by_worker, lambda: service.awaits_worker, note)
         service = RemoteService(
             host, self.peers, self._control, expected, self._listener, gate, self._wait_seconds, loops, self._observers
         )

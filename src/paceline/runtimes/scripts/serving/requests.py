@@ -21,6 +21,7 @@ from paceline.settings.strategies import strategy_of
 from paceline.tasks.script_model import ScriptModel
 from paceline.transports.protocol import ScriptPeer
 
+LONG_BEFORE = 10  # updates that others make, at least, after a worker that left its loop before them
 MAX_PLACE = 2.0**31  # passes over the data, or batches of one: no loop gets so far
 
 
@@ -93,9 +94,19 @@ class LoopRequests(LoopService):
     """Answers the evaluations of own loops, and at the end brings all of them to the weights that are saved."""
 
     def __init__(
-        self, host: Host, model: ScriptModel, connected: Mapping[int, ScriptPeer], awaits_worker: Callable[[], bool]
+        self,
+        host: Host,
+        model: ScriptModel,
+        connected: Mapping[int, ScriptPeer],
+        awaits_worker: Callable[[], bool],
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`connected` are the workers by number; `awaits_worker` says whether the run waits for one that may return."""
+        """`connected` are the workers by number; `awaits_worker` says whether the run waits for one that may return.
+
+        `note` shows the user one line.
+        """
+        self._note = note
+        self._left: dict[int, int] = {}  # the update at which workers left their loops, until that is said
         self._host, self._connected, self._awaits_worker = host, connected, awaits_worker
         self._statistics = FinalStatistics(host.server, model)
         self._ending: dict[int, ScriptPeer] = {}  # workers that wait for the final weights
@@ -114,6 +125,15 @@ class LoopRequests(LoopService):
             raise ProtocolError(f"worker {push.worker} said that its loop is at {places.tolist()}")
         if self._first_pushes is not None:
             self._first_pushes.check(push, server.updater)
+        if self._left:
+            self._say_who_left()
+
+    def _say_who_left(self) -> None:
+        """Name the workers that left their loops long before the others, who still train."""
+        for worker, update in list(self._left.items()):
+            if self._host.server.version > update + max(LONG_BEFORE, update // 10):
+                del self._left[worker]
+                self._note(f"worker {worker} left its loop at update {update}, before the others, who go on without it")
 
     def _of_optimizer(self, worker: int, number: int) -> Server:
         servers = self._host.server.by_optimizer
@@ -146,6 +166,7 @@ class LoopRequests(LoopService):
             if strategy_of(self._host.config).needs_all:
                 self._host.stop(f"{ONE_ENDED} (worker {peer.worker}), and {self._host.config.strategy} needs all")
             else:
+                self._left[peer.worker] = server.version
                 self._host.handle(Leave(peer.worker, peer.incarnation, done=True))
         self._ending[peer.worker] = peer
         self.settle()

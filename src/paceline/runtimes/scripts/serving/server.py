@@ -21,7 +21,7 @@ from paceline.core.server import Server
 from paceline.core.worker import LocalWorker
 from paceline.errors import ProtocolError, RunFailed, UserError
 from paceline.interfaces import Layout, Report
-from paceline.runs.folder import NOT_COME, RunFolder
+from paceline.runs.folder import ALL_GONE, LOOPS_ENDED, RunFolder
 from paceline.runs.recording import ScriptCall
 from paceline.runs.recovery import kept_pushes, rebuild
 from paceline.runtimes.scripts.adopt import MAX_NAME
@@ -32,7 +32,6 @@ from paceline.runtimes.server.process import reporting
 from paceline.runtimes.server.runtime import Peers, Runtime
 from paceline.runtimes.server.service import Service, SupervisorChannel
 from paceline.settings.resolve import SCRIPT_MAY_DECIDE
-from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.tasks.script_model import ScriptModel, load_tensors
 from paceline.transports.frames import (
     ANYTHING,
@@ -133,7 +132,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         model = learned.model
         expected = expected_facts(first)
         service = Service(host, peers, control, expected, loop_sizes(host, model, expected))
-        service.serve_loops(LoopRequests(host, model, peers.by_worker, lambda: service.awaits_worker))
+        service.serve_loops(LoopRequests(host, model, peers.by_worker, lambda: service.awaits_worker, control.note))
         for peer, _ in found:
             service.admit(peer)
         for worker in awaited:
@@ -190,7 +189,7 @@ def finish_loops(host: Host) -> dict[str, Any]:
     """Save the weights and the result after the last script has left, and close the host; return the result."""
     if not host.server.pushes:
         host.close()
-        if host.stop_reason in (INTERRUPTED, TERMINATED, NOT_COME):
+        if host.stop_reason not in (None, ALL_GONE) and not str(host.stop_reason).startswith(LOOPS_ENDED):
             raise RunFailed(f"{host.stop_reason}, before the first step of a script: nothing was trained")
         raise UserError(NO_STEP)
     result = host.finish()

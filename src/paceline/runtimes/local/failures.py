@@ -1,0 +1,128 @@
+"""A worker whose code raises an exception: a bug, which ends the run, and how the user is told of it."""
+
+from __future__ import annotations
+
+import linecache
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from paceline.config import RunConfig, is_script
+from paceline.errors import RunFailed, ServerLost
+from paceline.interfaces import Report
+from paceline.runs.folder import RunFolder
+
+MAX_SAID, MAX_TRACEBACK = 200, 20_000  # characters of an exception in one line, and of its traceback
+SAME_SECONDS = 0.3  # how long to wait for other workers that fail in the same way
+_OURS = str(Path(__file__).parents[2])
+
+
+class RaisedException(NamedTuple):
+    """An exception as one process tells it to another: in one line, and with its traceback."""
+
+    text: str
+    traceback: str
+
+
+def describe_exception(error: BaseException) -> RaisedException:
+    """Describe an exception of a user's code: its traceback begins with the first frame that is neither ours nor
+    runpy's; one that calls sys.exit(...) needs none.
+    """
+    begin = error.__traceback__
+    while begin is not None and begin.tb_next is not None and _is_internal(begin.tb_frame.f_code.co_filename):
+        begin = begin.tb_next
+    if begin is not None and _is_internal(begin.tb_frame.f_code.co_filename):
+        begin = error.__traceback__  # the user's code has no frame in it: show all
+    what = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+    text = f"{' '.join(what.split()).removesuffix(':')[:MAX_SAID]}{_place(error, begin)}"
+    shown = "".join(traceback.format_exception(type(error), error, begin)) if not isinstance(error, SystemExit) else ""
+    return RaisedException(text, shown[-MAX_TRACEBACK:])
+
+
+def _place(error: BaseException, begin: TracebackType | None) -> str:
+    """Name the innermost line of the user's own code: not that of a library which it called."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({Path(error.filename).name}, line {error.lineno})"
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(begin)]
+    own = [(name, line) for name, line in frames if not _is_library(name) and linecache.getline(name, line)]
+    name, line = (own or frames or [("", 0)])[-1]
+    return f" ({Path(name).name}, line {line})" if name else ""
+
+
+def _is_internal(name: str) -> bool:
+    return name.startswith(f"{_OURS}/") or "runpy" in name or name.startswith("<frozen ")
+
+
+def _is_library(name: str) -> bool:
+    return _is_internal(name) or "site-packages" in name or "/lib/python3" in name
+
+
+class WorkerFailures:
+    """The processes of a run that raised exceptions. The first one ends the run; others may fail in the same way."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[str, Any]] = {}
+        self._deadline = 0.0
+        self.is_told = False
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def add(self, name: str, notice: dict[str, Any]) -> None:
+        """Note that a process raised an exception."""
+        self._deadline = self._deadline or time.monotonic() + SAME_SECONDS
+        self._found.setdefault(name, notice)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long to wait for further failures; None if there is none yet, or the user was told."""
+        return max(0.0, self._deadline - time.monotonic()) if self._found and not self.is_told else None
+
+    @property
+    def line(self) -> str:
+        """What happened, in one line.
+
+        >>> failures = WorkerFailures()
+        >>> failures.add("worker 1 of 3", {"text": "ValueError: no (train.py, line 7)", "traceback": "..."})
+        >>> failures.line
+        'worker 1 of 3: ValueError: no (train.py, line 7)'
+        >>> failures.add("worker 0 of 3", {"text": "ValueError: no (train.py, line 7)", "traceback": "..."})
+        >>> failures.line
+        'worker 1 of 3: ValueError: no (train.py, line 7); and 1 other worker: the same'
+        """
+        name, first = next(iter(self._found.items()))
+        same = sum(one["text"] == first["text"] for one in self._found.values()) - 1
+        others = f"; and {same} other worker{'s' * (same > 1)}: the same" if same else ""
+        return f"{name}: {first['text']}{others}"
+
+    def tell(self, report: Report) -> None:
+        """Show the traceback of the first failure, and one line for each that is another."""
+        self.is_told = True
+        (_, first), *others = self._found.items()
+        different = [f"{name}: {one['text']}" for name, one in others if one["text"] != first["text"]]
+        for line in [*first["traceback"].rstrip().splitlines(), *different]:
+            report({"kind": "output", "stream": "stderr", "text": line})
+
+    def error(self, folder: RunFolder) -> RunFailed:
+        """The error that ends the run, which says what the user can do."""
+        result = folder.result()
+        if folder.is_unstarted():
+            end = "nothing was trained"
+        elif result is not None and result["status"] == "finished":
+            end = f"training had finished, and {folder.path} is complete"
+        else:
+            where = f" at update {result['updates']}" if result is not None else ""
+            end = f"the run stopped{where}; once the code is mended, {folder.resume_hint(folder.config())}"
+        return RunFailed(f"{self.line}: {end}")
+
+
+def lost_server(what: str, folder: RunFolder, config: RunConfig) -> RunFailed:
+    """The error for a server that is gone, and `what` became of it; the run can be resumed if training had begun."""
+    if not folder.has_log:
+        return RunFailed(f"{what} before training began: see the lines above")
+    hint = folder.resume_hint(config)
+    if is_script(config) and not config.durable:  # only the script can compute its pushes
+        return ServerLost(what, hint, "pushes since its newest checkpoint are lost (--durable keeps them)")
+    return ServerLost(what, hint)
