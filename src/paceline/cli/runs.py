@@ -17,9 +17,9 @@ from paceline.system.terminal import can_redraw, table_width, terminal_width
 
 STATUS_DESCRIPTION = """Show the state of a run, how each worker spends its time, and which worker is slow and why.
 
-  paceline status runs/NAME                 a run in any state: running, finished, killed, simulated
-  paceline status runs/NAME --watch 2       repeat every two seconds until the run ends
-  paceline status 10.0.0.1:29500            the run of a server; needs its token"""
+  paceline status runs/NAME             a run that goes on, or has ended
+  paceline status runs/NAME --watch 2   every two seconds until it ends
+  paceline status 10.0.0.1:29500        the run of a server; needs its token"""
 LIST_DESCRIPTION = """List the runs of a folder, newest first, with the state of each; for a damaged run, what is wrong.
 
   paceline list runs --where status=killed

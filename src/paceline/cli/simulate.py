@@ -23,8 +23,8 @@ SIMULATE_DESCRIPTION = """Train on a simulated cluster, under a virtual clock.
   paceline simulate --timing-only --parameters 25.6M --workers 1000 --steps 100000 --strategy bounded:3"""
 PLAN_DESCRIPTION = """Simulate each strategy and number of workers on a cluster, and compare the forecasts in one table.
 
-  paceline plan                                        measure step times on this machine first
-  paceline plan --like runs/NAME --workers 8           use the step times of a run
+  paceline plan                                measure step times here first
+  paceline plan --like runs/NAME --workers 8   use the step times of a run
   paceline plan --speeds lognormal:120ms,.3 --link 10gbit,0.1ms --parameters 25.6M --workers 64"""
 SOAK_DESCRIPTION = """Simulate random clusters, strategies and faults, and check the invariants of training.
 

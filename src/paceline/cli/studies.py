@@ -25,8 +25,8 @@ SWEEP_DESCRIPTION = """Run every combination of a grid of settings on simulated 
   paceline sweep grid.toml --device cuda --data-dir DIR
 
 The file has settings under [run] and lists of settings under [grid]; folds = 5 above them asks for cross-validation.
-Runs that the lab supports are computed many at once, the others one by one. After a stop, the same command continues;
-finished runs are not repeated."""
+
+Runs that the lab supports are computed many at once, the others one by one. After a stop, the same command continues."""
 
 Draw = Callable[[Path], str | None]  # draws to a path; returns why it drew nothing, or None
 REAL_TABLES = ("distml", "mxnet")  # tables whose rows are trained on real processes; they have their own flags
@@ -123,7 +123,9 @@ DESCRIPTION = """Measure the same run on 1, 2, 4, ... workers: samples/s, effici
   paceline bench scaling --kind strong --batch-size 128 --strategy async --repeats 3
 
 Strong scaling divides a batch of --batch-size over all workers. Weak scaling gives each worker such a batch.
+
 Each worker makes --steps steps [200]. All flags of 'paceline train' except --epochs work here.
+
 After a stop, the same command continues."""
 
 

@@ -50,7 +50,7 @@ def train_verb(arguments: list[str]) -> int:
 
 
 def _add_engines(parser: Parser) -> None:
-    _add_places(parser)
+    _add_places(parser, basic=False)
     skip = "with --hosts: skip hosts that fail a check"
     parser.add("--skip-failed", skip, "several machines", basic=False, action="store_true")
     parser.add("--engine", "ray: run server and workers as actors of a Ray cluster", "several machines", metavar="NAME")
@@ -67,13 +67,13 @@ def _train(config: RunConfig, parsed: argparse.Namespace, command: list[str] | N
     return EXIT_CODES[result["status"]] if follows else show(folder, result, parsed.json)
 
 
-def _add_places(parser: Parser) -> None:
+def _add_places(parser: Parser, basic: bool) -> None:
     hosts = "start workers over ssh on the hosts in this file, one per line; the server runs here"
     parser.add("--hosts", hosts, "several machines", metavar="FILE")
     listen = "with --hosts: address of this machine that workers connect to [any interface, a free port]"
-    parser.add("--listen", listen, "several machines", basic=False, metavar="HOST:PORT")
+    parser.add("--listen", listen, "several machines", basic, metavar="HOST:PORT")
     tls = "with --hosts, Ray, torchrun or srun: encrypt the connections of workers [if they are on other machines]"
-    add_encryption(parser, tls, "several machines", basic=False)
+    add_encryption(parser, tls, "several machines", basic)
 
 
 def _check_places(parsed: argparse.Namespace, rank: Rank | None) -> None:
@@ -118,7 +118,7 @@ RUN_DESCRIPTION = """Run a training script on several workers. The script calls 
 
   paceline run -n 4 --strategy async train.py --epochs 3    on this machine
   paceline run --hosts hosts.txt --strategy sync train.py   over ssh
-  torchrun -m paceline run train.py                         or srun; rank 0 serves the others
+  torchrun -m paceline run train.py                         or under srun
   paceline run -n 4 --engine ray train.py                   on a Ray cluster"""
 
 
@@ -134,9 +134,10 @@ def run_verb(arguments: list[str]) -> int:
 
 
 def resume_verb(arguments: list[str]) -> int:
-    parser = Parser("resume", "Continue a run that was stopped or killed; no acknowledged push is lost.")
+    what = "Continue a run that was stopped or killed; no acknowledged push is lost."
+    parser = Parser("resume", what, "paceline resume RUN [flags]")
     parser.add("run", "a run folder, as in runs/NAME, or the URL of a copy, as in s3://BUCKET/runs/NAME", metavar="RUN")
-    _add_places(parser)
+    _add_places(parser, basic=True)
     add_settings(parser, left_out=tuple(name for name in FIELDS if name not in UPKEEP))
     parser.add("--runs", "with a URL: folder that the run is downloaded to [runs]", "run folder", metavar="DIR")
     add_take_over(parser)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Follow runs while they train: a page in the browser, or a view in the terminal.
 
-  paceline watch                                   all runs below runs/, the newest first
-  paceline watch runs/NAME --open                  one run; open the browser
-  paceline watch runs/NAME --terminal              in this terminal instead of the browser
-  paceline watch 10.0.0.1:29500                    the run of a server; needs its token
-  paceline watch --listen 0.0.0.0:7223             reachable from other machines; prints a new token
+  paceline watch                         all runs below runs/, the newest first
+  paceline watch runs/NAME --open        one run; open the browser
+  paceline watch runs/NAME --terminal    in this terminal, not the browser
+  paceline watch 10.0.0.1:29500          the run of a server; needs its token
+  paceline watch --listen 0.0.0.0:7223   for other machines; prints a new token
 
 Prometheus reads /metrics at the same address. Ctrl-C ends the page; the runs continue."""
 
