@@ -103,7 +103,8 @@ def test_metrics_of_a_task_are_shown_kept_and_end_a_run(record: Record) -> None:
     assert result["best"]["measure"] == "min:distance" and result["best"]["value"] == 0.0
     assert "test loss" in run.notes[0] and "distance 2" in run.notes[0]
     lines = closing_lines(result, None, "here")
-    assert "Test distance: 0" in lines and any(line.startswith("Train distance: 1") for line in lines)
+    on_test, on_train = (line for line in lines if line.startswith("Average"))
+    assert on_test.endswith(", distance 0") and ", distance 1" in on_train
     assert "distance" in compare(runs_of([run.folder.path])[0], 120).splitlines()[0]
 
 

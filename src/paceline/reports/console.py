@@ -274,7 +274,7 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
     lines.append(_pace(result))
     if result["workers"] != 1:
         stale = result["staleness"]
-        lines.append(f"staleness: mean {stale['mean']:.1f}, max {stale['max']} updates")
+        lines.append(f"staleness in updates: mean {stale['mean']:.1f}, max {stale['max']}")
     if result["dropped_pushes"]:
         lines.append(f"dropped: {result['dropped_pushes']:,} pushes")
     if result.get("utilisation"):
@@ -289,8 +289,9 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
 def _headline(result: dict[str, Any]) -> str:
     """Return how the run ended, and what trained on what. The reason of a failure is a sentence of its own."""
     reason = f" ({result['reason']})" if result["reason"] and result["status"] not in FAILED else ""
-    own = str(result["task"]).rpartition("/")[2].removeprefix("script:") if result["task"] is not None else None
-    what = printable(own) if own is not None else f"{result['model']} on {result['dataset']}"
+    task = result.get("task")
+    own = printable(str(task).rpartition("/")[2].removeprefix("script:"))
+    what = own if task is not None else f"{result.get('model')} on {result.get('dataset')}"
     workers = "1 worker" if result["workers"] == 1 else f"{result['workers']} workers"
     return f"{result['status']}{reason}: {what}, {result['strategy']}, {workers}"
 

@@ -213,10 +213,10 @@ def run_names(settings: dict[str, Any]) -> dict[str, str | None]:
 
     A task of one's own has its own model and data, and both are named by the script or the function that makes them.
 
-    >>> run_names({"strategy": "async", "task": "tasks/spirals.py:build", "dataset": "fashion-mnist"})["title"]
-    'async, spirals:build'
-    >>> run_names({"strategy": "sync", "model": "lenet5", "dataset": "fashion-mnist"})["title"]
-    'sync, lenet5 on fashion-mnist'
+    >>> run_names({"strategy": "bounded:2", "task": "tasks/spirals.py:build", "dataset": "fashion-mnist"})["title"]
+    'bounded:2, spirals:build'
+    >>> run_names({"strategy": "backup:1", "model": "lenet5", "dataset": "fashion-mnist"})["title"]
+    'backup:1, lenet5 on fashion-mnist'
     """
     strategy, task = settings.get("strategy"), settings.get("task")
     if task is None:

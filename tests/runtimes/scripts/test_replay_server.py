@@ -18,7 +18,7 @@ PUSH = Record("push", 0, 0, 0, 0, 4, 0.5, 0.0, Disposition.TAKEN)
 def test_a_worker_that_is_silent_is_given_up() -> None:
     ours, theirs = channel()
     with ours, theirs:
-        with pytest.raises(RunFailed, match=r"worker 3 was silent for 0 s, but the log has a push of it"):
+        with pytest.raises(RunFailed, match=r"worker 3 was silent for 50 ms, but the log has a push of it"):
             receive(SharedMemoryPeer(ours, 3, 0), 0.05, "a push")
 
 
