@@ -18,7 +18,7 @@ from paceline.interfaces import Layout, Scores
 from paceline.runs.durable_files import write_atomically
 from paceline.runs.folder import LOOPS_ENDED, ONE_ENDED, TIME_IS_UP, RunFolder
 from paceline.settings.rules import average_horizon, average_in_words
-from paceline.settings.strategies import strategy_of
+from paceline.settings.strategies import moves_bytes, strategy_of
 from paceline.system.environment import environment
 from paceline.system.sealed_weights import seal_weights
 
@@ -154,9 +154,14 @@ def summarise(config: RunConfig, server: Server, seconds: float, scores: dict[st
         **({"skipped_steps": skipped} if (skipped := sum(one.skipped for one in server.by_optimizer)) else {}),
         "late_pushes": server.late,
         "lost_pushes": server.lost,
-        "bytes_pushed": server.bytes_pushed,
-        "bytes_pulled": server.bytes_pulled,
+        **_moved_bytes(config, server),
     }
+
+
+def _moved_bytes(config: RunConfig, server: Server) -> dict[str, int]:
+    """The bytes that travelled between workers and server; none in one process."""
+    pushed, pulled = (server.bytes_pushed, server.bytes_pulled) if moves_bytes(config) else (0, 0)
+    return {"bytes_pushed": pushed, "bytes_pulled": pulled}
 
 
 def _weights_rows(config: RunConfig, scores: dict[str, Scores | None]) -> dict[str, Any]:

@@ -49,7 +49,9 @@ class OneRun {
     this.bytes = new LineChart(this.bytesBox, "Bytes moved", { height: 160 });
     this.workersBox = el("details", { class: "fold" }, el("summary", {}, "Each worker"));
     this.pace.append(this.workersBox);
-    this.workers = new SortedTable(this.workersBox, WORKER_COLUMNS, { caption: "Each worker", sortBy: null });
+    this.workers = new SortedTable(this.workersBox, WORKER_COLUMNS, { caption: "Each worker", sortBy: null, most: 15 });
+    this.workersCut = el("p", { class: "findings" });
+    this.workersBox.append(this.workersCut);
   }
 
   telling(parent, id) {
@@ -149,6 +151,7 @@ class OneRun {
     } : null);
     settle(this.paceGrid);
     this.workersBox.hidden = !run.workers.length;
+    setText(this.workersCut, run.workers_left_out ? `${run.workers_left_out.toLocaleString("en-US")} more workers are not on this page: stragglers come first` : "");
     this.workers.update(run.workers.map((row) => ({ ...row, key: row.worker, className: row.slow ? "slow" : null })));
     this.pace.hidden = !some && !run.rate.t.length && !run.staleness.length;
   }
