@@ -1,8 +1,8 @@
 """Make the screenshots in `docs/figures`: short real runs, shown in a headless Chromium.
 
-    python tools/screenshots.py [--keep DIR] [--only report|compared|live ...]
+    python tools/screenshots.py [--keep DIR] [--output DIR] [--only report|compared|many|live ...]
 
-Each page is captured 1280 and 400 pixels wide, light and dark, cropped to its content and reduced to 128 colours.
+`many` is 18 runs of a sweep, for looking at: by default it is not made. Each page is captured 1280 and 400 pixels wide, light and dark, cropped to its content and reduced to 128 colours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ WIDTHS = {1280: 2300, 400: 3800}
 LIVE_WIDTHS = {1280: 1700, 400: 1500}
 LIVE_SECONDS, SETTLING_SECONDS = 180.0, 2.5
 SCHEMES = {"light": "1", "dark": "0"}
-PAGES = ("report", "compared", "live")
+PAGES = ("report", "compared", "many", "live")
+SHOWN = ("report", "compared", "live")  # in the documentation
 MOST_BYTES = 250_000
 COMMON = ["--dataset", "fashion-mnist-sample", "--runs", "runs"]
 FAULTS = """
@@ -66,6 +67,17 @@ def make_runs(folder: Path) -> None:
             paceline(folder, "simulate", *COMMON[:2], "--runs", "compared", *cluster, *place)
 
 
+def make_many(folder: Path) -> None:
+    """Make 18 simulated runs with long names, of three settings."""
+    cluster = ["--speeds", "lognormal:30ms,.4", "--link", "1gbit,0.2ms", "--epochs", "0.5", "--eval-every", "0.125"]
+    for strategy in ("sync", "async"):
+        for workers in ("2", "4", "8"):
+            for lr in ("0.005", "0.01", "0.02"):
+                place = ["--strategy", strategy, "--workers", workers, "--lr", lr]
+                name = ["--name", f"study-{strategy}-w{workers}-lr{lr}-seed0"]
+                paceline(folder, "simulate", *COMMON[:2], "--runs", "many", *cluster, *place, *name)
+
+
 def photograph(address: str, width: int, height: int, scheme: str, folder: Path) -> Image.Image:
     """Capture a page in a frame of this width (a window cannot be as narrow) and crop the empty space below."""
     frame, picture = folder / "frame.html", folder / "picture.png"
@@ -92,18 +104,16 @@ def save(image: Image.Image, path: Path) -> None:
     print(f"{path}: {image.width} x {image.height}, {stream.tell() / 1000:.0f} kB, {colours} colours")
 
 
-def photograph_all(name: str, address: str) -> None:
+def photograph_all(name: str, address: str, output: Path) -> None:
     """Write NAME-WIDTH-SCHEME.png for each width and colour scheme."""
-    FIGURES.mkdir(parents=True, exist_ok=True)
     for width, height in WIDTHS.items():
         for scheme in SCHEMES:
             with tempfile.TemporaryDirectory() as profile:
-                save(
-                    photograph(address, width, height, scheme, Path(profile)), FIGURES / f"{name}-{width}-{scheme}.png"
-                )
+                picture = photograph(address, width, height, scheme, Path(profile))
+                save(picture, output / f"{name}-{width}-{scheme}.png")
 
 
-def photograph_live(folder: Path) -> None:
+def photograph_live(folder: Path, output: Path) -> None:
     """A real run with a slow worker while it goes on, beside one that has ended, in a browser that follows them."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.support.browser import Browser
@@ -129,7 +139,7 @@ def photograph_live(folder: Path) -> None:
                     time.sleep(SETTLING_SECONDS)
                     picture = Path(profile) / "picture.png"
                     browser.picture(picture)
-                    save(Image.open(picture).convert("RGB"), FIGURES / f"live-{width}-{scheme}.png")
+                    save(Image.open(picture).convert("RGB"), output / f"live-{width}-{scheme}.png")
     finally:
         for process in (watching, training):
             process.terminate()
@@ -139,20 +149,24 @@ def photograph_live(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", metavar="DIR", help="keep the runs in DIR, and use those already there")
-    parser.add_argument("--only", nargs="+", choices=PAGES, default=PAGES, help="which pages [all]")
+    parser.add_argument("--only", nargs="+", choices=PAGES, default=SHOWN, help="which pages [report compared live]")
+    parser.add_argument("--output", metavar="DIR", default=FIGURES, type=Path, help="where [docs/figures]")
     asked = parser.parse_args()
+    asked.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(asked.keep or f"{temporary}/made").resolve()
         if not folder.exists() and {"report", "compared"} & set(asked.only):
             make_runs(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, runs in (("report", "runs/async-3"), ("compared", "compared")):
+        if "many" in asked.only and not (folder / "many").exists():
+            make_many(folder)
+        for name, runs in (("report", "runs/async-3"), ("compared", "compared"), ("many", "many")):
             if name in asked.only:
                 page = Path(temporary) / f"{name}.html"
                 paceline(folder, "report", runs, "-o", str(page))
-                photograph_all(name, page.as_uri())
+                photograph_all(name, page.as_uri(), asked.output)
         if "live" in asked.only:
-            photograph_live(folder)
+            photograph_live(folder, asked.output)
 
 
 if __name__ == "__main__":

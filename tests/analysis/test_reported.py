@@ -93,7 +93,7 @@ def test_a_run_under_way_shows_the_same_value(tmp_path: Path, order: tuple[int, 
     folder = make_folder(tmp_path, workers=2)
     rows = [{"kind": "reported", "now": 1.0, "worker": one, "figures": {"score": 50.0 + one}} for one in order]
     log_events(folder, started(), *rows)
-    assert "score 50 (worker 0)" in format_status(read_status(folder.path))
+    assert "score 50 (worker 0)" in " ".join(format_status(read_status(folder.path)).split())
 
 
 def test_the_status_as_json_names_the_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,3 +90,26 @@ def test_the_best_run_is_chosen_on_one_kind_of_weights(tmp_path: Path, averaged:
     drawn = re.sub(r"<script.*?</script>", "", document, flags=re.DOTALL)
     assert said in drawn
     assert drawn.count("test %, live") == 1 and drawn.count("test %, avg") == 1
+
+
+@needs_chromium
+def test_many_runs_have_short_names_a_choice_of_curves_and_one_axis_for_each_data_set(tmp_path: Path) -> None:
+    """18 runs on one data set and one on another: four rows are folded away, and most curves are grey."""
+    for number in range(18):
+        folder = whole_run(tmp_path / "runs", f"study-of-lr-{number:02d}-seed0", lr=0.01 * (number + 1))
+        folder.write_result(result_of(folder, test_accuracy=60.0 + number))
+    other = whole_run(tmp_path / "runs", "study-of-lr-own-seed0", task="spirals.py:build")
+    other.write_result(result_of(other, test_accuracy=99.0))
+    page = tmp_path / "report.html"
+    assert main(["report", str(tmp_path / "runs"), "-o", str(page)]) == 0
+    document, console = opened(page, tmp_path / "profile")
+    assert console == []
+    drawn = re.sub(r"<script.*?</script>", "", document, flags=re.DOTALL)
+    assert "Best on fashion-mnist is lr-17 with 77.00 % test accuracy" in drawn
+    assert 'title="study-of-lr-17-seed0: async, lenet5 on fashion-mnist"' in drawn
+    assert "4 more</button>" in drawn
+    headings = re.findall(r'<h3 class="group">([^<]*)', drawn)
+    assert headings == ["fashion-mnist: 18 runs", "spirals:build: 1 run"]
+    over_time = drawn.split("<strong>Over time</strong>")[1].split("</figure>")[0]
+    assert over_time.count('class="line grey"') == 10 and over_time.count('class="line"') == 8
+    assert "10 more" in over_time

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.analysis.tail import RECORDS
 from paceline.core.messages import Disposition
 from paceline.errors import UserError
-from paceline.reports.report_data import MAX_BARS, RunReader, bars
+from paceline.reports.report_data import MAX_BARS, RunReader, bars, run_names
 from paceline.reports.time_series import MAX_SPANS, TimeSeries
 from paceline.runs import arrival_log as arrivals
 from paceline.runs.folder import RunFolder
@@ -58,6 +58,39 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert found["progress"]["norm"] == [6, 7, 8, 9]
     assert [lane["segments"][-1] for lane in found["timeline"]["lanes"]] == [[3.0, 4.0, 90, 0, 10, 0, 0]] * 2
     assert found["timeline"]["lanes"][0]["here"] == [[0.0, 4.0]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "title", "dataset"),
+    [
+        ({"strategy": "sync", "model": "cnn"}, "sync, cnn on fashion-mnist", "fashion-mnist"),
+        ({"task": "mine/spirals.py:build"}, "async, spirals:build", "spirals:build"),
+        ({"task": "script:own_loop"}, "async, script own_loop", "script own_loop"),
+        ({"task": "spirals"}, "async, spirals", "spirals"),
+    ],
+)
+def test_the_headline_names_strategy_model_and_data(settings: dict[str, str], title: str, dataset: str) -> None:
+    given = {"strategy": "async", "model": "lenet5", "dataset": "fashion-mnist", **settings}
+    assert (run_names(given)["title"], run_names(given)["dataset"]) == (title, dataset)
+
+
+def test_the_applied_rule_and_what_a_loop_reported(tmp_path: Path) -> None:
+    folder = whole_run(tmp_path)
+    scores = {f"test_{what}": None for what in ("accuracy", "loss", "correct", "total")}
+    loop = {"reported": {"0": {"f1": 0.75}}, "rule_applied": "foresight (lr scaled) (averaged)", **scores}
+    folder.write_result(result_of(folder, **loop))
+    found = digest_of(folder)
+    assert found["figures"]["rule"] == "foresight (lr scaled)"
+    assert found["figures"]["metrics"] == {"f1": 0.75}
+    folder.events_file.unlink()
+    assert digest_of(folder)["verdict"].startswith("Finished: f1 0.75 (reported by the script) after 1,280 samples")
+
+
+def test_nothing_moves_in_one_process(tmp_path: Path) -> None:
+    """Also in folders whose result counted what stayed in the process."""
+    found = digest_of(whole_run(tmp_path, strategy="classic", workers=1))
+    assert (found["figures"]["bytes_pushed"], found["figures"]["bytes_pulled"]) == (0, 0)
+    assert "bytes_pushed" not in found["progress"]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from paceline.reports.sentences import class_names, closing, outcome_sentence
 from paceline.reports.status_table import MAX_WORKERS, findings
 from paceline.reports.time_series import TimeSeries, plain, rates
 from paceline.runs.folder import RunFolder
-from paceline.settings.strategies import CLASSIC
+from paceline.settings.strategies import moves_bytes
 
 MAX_BARS = 48  # bars of a histogram
 FIGURES = (
@@ -100,7 +100,7 @@ class RunReader:
         figures, going_on, classes = self._figures(status), status in UNDER_WAY, class_names(settings)
         happenings, left_out = aggregates.listed_events()
         resume_hint = self.folder.resume_hint(config) if status in ("stopped", "killed") and config else None
-        workers, findings_found = self._workers(status)
+        workers, workers_left_out, findings_found = self._workers(status)
         origin, result = self.folder.origin(), self._result or {}
         return {
             "id": str(self.folder.path),
@@ -114,12 +114,13 @@ class RunReader:
             "figures": figures,
             "course": _loss(aggregates),
             "rate": _rate(aggregates),
-            "progress": _progress(aggregates.progress, moves_bytes(settings)),
+            "progress": _progress(aggregates.progress, config is None or moves_bytes(config)),
             "scores": self._scores(),
             "per_class": _per_class(self._result, classes),
             "staleness": self._staleness(),
             "timeline": aggregates.lanes.digest(aggregates.now),
             "workers": workers,
+            "workers_left_out": workers_left_out,
             "findings": findings_found,
             "happenings": happenings,
             "happenings_left_out": left_out,
@@ -136,7 +137,7 @@ class RunReader:
         row = {**last, **result}
         simulated = config is not None and is_simulated(config) and not result.get("lab")
         found: dict[str, Any] = {name: row.get(name) for name in FIGURES}
-        if config is not None and not moves_bytes(to_dict(config)):
+        if config is not None and not moves_bytes(config):  # older folders counted what stayed in the process
             found |= {"bytes_pushed": 0, "bytes_pulled": 0}
         scores = {name: row.get(name) for name in (*FINAL_SCORES, *EVALUATED)}
         early = {name: _last(aggregates.scores, name) for name in EVALUATED}
@@ -195,8 +196,8 @@ class RunReader:
         pairs = [[int(value), int(count)] for value, count in counted.items()] if isinstance(counted, dict) else None
         return bars(pairs if pairs is not None else self._aggregates.stale or [])
 
-    def _workers(self, status: str) -> tuple[list[dict[str, Any]], list[str]]:
-        """Return a row per worker, stragglers first if there are many, and sentences about stragglers."""
+    def _workers(self, status: str) -> tuple[list[dict[str, Any]], int, list[str]]:
+        """Return a row per worker, stragglers first if there are many, the number left out, and sentences on them."""
         simulated = self._config is not None and is_simulated(self._config)
         workers, span = self._aggregates.workers(whole=simulated or status not in UNDER_WAY)
         found = stragglers(workers)
@@ -205,7 +206,7 @@ class RunReader:
         count = self._config.workers or 1 if self._config is not None else 1
         about = RunStatus("", "", "", count, status, simulated=simulated, span=span, workers=tuple(workers))
         rows = [{**dataclasses.asdict(one), "slow": slow.get(one.worker)} for one in shown[:MAX_WORKERS]]
-        return rows, findings(about, found)
+        return rows, len(workers) - len(rows), findings(about, found)
 
 
 def run_names(settings: dict[str, Any]) -> dict[str, str | None]:
@@ -228,11 +229,6 @@ def run_names(settings: dict[str, Any]) -> dict[str, str | None]:
         model, dataset, what = own, own, own
     title = ", ".join(str(one) for one in (strategy, what) if one)
     return {"strategy": strategy, "model": model, "dataset": dataset, "title": title or None}
-
-
-def moves_bytes(settings: dict[str, Any]) -> bool:
-    """Return whether weights travel between processes: `classic` trains in one."""
-    return settings.get("strategy") != CLASSIC
 
 
 def _file_state(file: Path) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from paceline.interfaces import Layout, Scores
 from paceline.runs.durable_files import write_atomically
 from paceline.runs.folder import LOOPS_ENDED, ONE_ENDED, TIME_IS_UP, RunFolder
 from paceline.settings.rules import average_horizon, average_in_words
-from paceline.settings.strategies import CLASSIC, strategy_of
+from paceline.settings.strategies import moves_bytes, strategy_of
 from paceline.system.environment import environment
 from paceline.system.sealed_weights import seal_weights
 
@@ -160,8 +160,8 @@ def summarise(config: RunConfig, server: Server, seconds: float, scores: dict[st
 
 
 def moved_bytes(config: RunConfig, server: Server) -> dict[str, int]:
-    """Bytes of all pushes and replies: none under `classic`, whose only worker is the server."""
-    moved = (0, 0) if config.strategy == CLASSIC else (server.bytes_pushed, server.bytes_pulled)
+    """Bytes of all pushes and replies; none move in one process."""
+    moved = (server.bytes_pushed, server.bytes_pulled) if moves_bytes(config) else (0, 0)
     return {"bytes_pushed": moved[0], "bytes_pulled": moved[1]}
 
 

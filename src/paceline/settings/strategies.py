@@ -305,9 +305,14 @@ def on_star(config: RunConfig) -> bool:
     return topology_of(config) is Topology.STAR
 
 
+def moves_bytes(config: RunConfig) -> bool:
+    """Whether weights and gradients travel at all: `classic` is its own server."""
+    return topology_of(config) is not Topology.NONE
+
+
 def in_this_process(config: RunConfig) -> bool:
     """Whether the workers need no processes of their own."""
-    return topology_of(config) is Topology.NONE or config.device == "cuda"
+    return not moves_bytes(config) or config.device == "cuda"
 
 
 def keeps_own(config: RunConfig) -> bool:

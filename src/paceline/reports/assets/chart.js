@@ -156,7 +156,7 @@ class LineChart extends Figure {
     grid.append(svg("line", { class: "base", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom }));
     const nameX = spec.x.label + (unitX.name ? ` (${unitX.name})` : "");
     grid.append(svg("text", { class: "label", x: box.right, y: box.bottom + 31, "text-anchor": "end" }, nameX));
-    this.spec.caption = spec.y.label + (unitY.name ? ` (${unitY.name})` : "") + (log ? ", log scale" : "");
+    this.spec.caption = spec.y.label + (unitY.name ? ` (${unitY.name})` : "") + (log ? ", log scale" : "") + (spec.note || "");
     this.svg.append(grid);
   }
 

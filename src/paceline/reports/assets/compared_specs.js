@@ -23,7 +23,9 @@ function curvesSpec(seen, metric, axis, x) {
   const coloured = series.filter((one) => !one.grey);
   const legend = coloured.length <= MANY ? coloured.map((one) => [one.name, stroke(one.colour, one.dash)]) : [];
   if (coloured.length < series.length) legend.push([`${series.length - coloured.length} more`, stroke("var(--grey)")]);
-  return { x, y, series, legend, summary: `${series.length} runs` };
+  const counts = series.map((one) => one.y.filter(known).length);
+  const note = Math.min(...counts) === 1 && Math.max(...counts) > 1 ? "; a dot: scored only at the end on these weights" : "";
+  return { x, y, series, legend, note, summary: `${series.length} runs` };
 }
 
 const ALIKE = new Set([...NOT_SETTINGS, "workers", "seed", "batch_size", "lr", "shard_weights", "max_workers"]);

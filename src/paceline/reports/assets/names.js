@@ -100,6 +100,12 @@ function rankingOf(runs) {
   return { value, text: (run) => `${name} ${digits(value(run), 4)}, as reported`, part: null, lowest: !/acc|f1|auc|bleu|score/i.test(name) };
 }
 
+// Return all runs of one data set, from the best to the worst and then the others.
+function fromTheBest(runs) {
+  const first = ranked(runs);
+  return [...first, ...runs.filter((run) => !first.includes(run))];
+}
+
 // Return the runs of one data set from the best to the worst; unscored and failed ones are left out.
 function ranked(runs, ranking = rankingOf(runs)) {
   if (!ranking) return [];

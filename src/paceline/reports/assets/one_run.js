@@ -49,7 +49,9 @@ class OneRun {
     this.bytes = new LineChart(this.bytesBox, "Bytes moved", { height: 160 });
     this.workersBox = el("details", { class: "fold" }, el("summary", {}, "Each worker"));
     this.pace.append(this.workersBox);
-    this.workers = new SortedTable(this.workersBox, WORKER_COLUMNS, { caption: "Each worker", sortBy: null });
+    this.workers = new SortedTable(this.workersBox, WORKER_COLUMNS, { caption: "Each worker", sortBy: null, most: 15 });
+    this.workersCut = el("p", { class: "findings" });
+    this.workersBox.append(this.workersCut);
   }
 
   telling(parent, id) {
@@ -117,12 +119,13 @@ class OneRun {
   updatePace(run) {
     const time = { label: timeLabel(run), kind: "seconds", tight: true };
     const end = Math.max(run.figures.seconds || 0, ...run.timeline.lanes.flatMap((lane) => lane.here.map(([, to]) => to)));
-    const some = run.timeline.lanes.some((lane) => lane.here.length || lane.segments.length);
+    const alone = run.timeline.lanes.length === 1 && !run.timeline.lanes[0].segments.length; // one worker, always present
+    const some = !alone && run.timeline.lanes.some((lane) => lane.here.length || lane.segments.length);
     const used = ["computing", "sending", "waiting", "server"].filter((part, place) =>
       run.timeline.lanes.some((lane) => lane.segments.some((one) => one[place + 2] > 0)));
     const gone = run.timeline.lanes.some((lane) => lane.here.length && (lane.here.length > 1 || lane.here[0][1] < end * 0.999));
     const legend = used.map((part) => [PART_NAMES[part], `background:var(--${part})`]);
-    if (!used.length) legend.push(["here", "background:var(--here)"]);
+    if (!used.length) legend.push(["present", "background:var(--here)"]);
     const few = run.timeline.lanes.some((lane) => lane.segments.some((one) => one[6] > 0));
     if ((gone && !run.timeline.grouped) || few) legend.push([PART_NAMES.away, "background:repeating-linear-gradient(45deg,var(--away) 0 1.5px,transparent 1.5px 4px)"]);
     const summary = run.findings.join(". ");
@@ -135,7 +138,7 @@ class OneRun {
       summary: known(mean) ? `${digits(mean)} samples a second on average` : "",
     } : null);
     const stale = run.figures.staleness;
-    this.staleness.update(run.staleness.length ? {
+    this.staleness.update(run.staleness.some(([low, , count]) => low > 0 && count > 0) ? {
       bars: run.staleness, label: "updates applied since its weights were sent",
       summary: stale ? `mean ${digits(stale.mean)}, median ${stale.p50}, 95 % at most ${stale.p95}, greatest ${stale.max}` : "",
     } : null);
@@ -149,6 +152,7 @@ class OneRun {
     } : null);
     settle(this.paceGrid);
     this.workersBox.hidden = !run.workers.length;
+    setText(this.workersCut, run.workers_left_out ? `${run.workers_left_out.toLocaleString("en-US")} more workers are not on this page: stragglers come first` : "");
     this.workers.update(run.workers.map((row) => ({ ...row, key: row.worker, className: row.slow ? "slow" : null })));
     this.pace.hidden = !some && !run.rate.t.length && !run.staleness.length;
   }
@@ -199,7 +203,7 @@ function tilesOf(run) {
     ["time left, about", known(figures.seconds_left) ? clock(figures.seconds_left) : null],
     ["samples/s", known(figures.rate) ? digits(figures.rate, 4) : null],
     ["updates", known(figures.updates) ? KINDS.count(figures.updates) : null],
-    ["staleness, mean", stale ? digits(stale.mean) : null],
+    ["staleness, mean", stale && stale.max ? digits(stale.mean) : null],
     ["workers lost", figures.lost_workers ? String(figures.lost_workers) : null],
     ["resumed", figures.resumes ? `${figures.resumes} ×` : null],
   ];

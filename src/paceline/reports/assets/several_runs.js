@@ -80,18 +80,20 @@ class SeveralRuns {
 
   updateTable(runs, differing) {
     const named = differing.slice(0, MAX_SETTINGS).map(([name]) => name);
+    const groups = groupsOf(runs);
     const kind = comparable(runs, "test_accuracy");
-    if (!facts.live && !this.table.sort.by && kind) this.table.sort = { by: `${kind}_test_accuracy`, falling: true };
-    const rows = runs.map((run) => ({ run, key: run.id, state: [this.coloured.has(run.id), this.numbers.get(run.id)], className: this.coloured.has(run.id) || this.many ? null : "off" }));
+    if (!facts.live && !this.table.sort.by && kind && groups.length === 1) this.table.sort = { by: `${kind}_test_accuracy`, falling: true };
+    const listed = groups.length > 1 && !facts.live ? groups.flatMap(([, members]) => fromTheBest(members)) : runs;
+    const rows = listed.map((run) => ({ run, key: run.id, state: [this.coloured.has(run.id), this.numbers.get(run.id)], className: this.coloured.has(run.id) || this.many ? null : "off" }));
     const columns = [
       { name: "run", title: "run", value: (row) => row.run.short, cell: (row) => this.nameCell(row) },
       ...named.map((name) => settingColumn(name, runs)),
-      { name: "status", title: "status", value: (row) => row.run.status, cell: (row) => badge(row.run) },
+      ...(facts.live || new Set(runs.map((run) => run.status)).size > 1 ? [{ name: "status", title: "status", value: (row) => row.run.status, cell: (row) => badge(row.run) }] : []),
+      ...[...new Set(runs.flatMap((run) => Object.keys(run.figures.metrics)))].map((name) =>
+        measured(`metric-${name}`, `${name}, reported`, (figures) => figures.metrics[name], (value) => digits(value, 4))),
       ...[["validation_accuracy", "valid. %", 2], ["test_accuracy", "test %", 2], ["train_accuracy", "train %", 2], ["test_loss", "test loss", 4]].flatMap(([name, title, places]) =>
         WEIGHTS.map((of) => measured(`${of}_${name}`, `${title}, ${of === "live" ? of : "avg"}`, (figures) => figures[`${of}_${name}`],
           (value) => (known(value) ? value.toFixed(places) : "–")))),
-      ...[...new Set(runs.flatMap((run) => Object.keys(run.figures.metrics)))].map((name) =>
-        measured(`metric-${name}`, `${name}, reported`, (figures) => figures.metrics[name], (value) => digits(value, 4))),
       measured("seconds", "time", (figures) => figures.seconds, clock),
       measured("rate", "samples/s", (figures) => figures.rate, (value) => digits(value, 4)),
       measured("stale", "staleness", (figures) => figures.staleness?.mean, digits),
@@ -155,8 +157,7 @@ function firstMetric(runs) {
 // Return the runs of a data set that have a colour at first.
 function chosenOf(runs) {
   if (runs.length <= MANY) return runs;
-  const order = ranked(runs);
-  const listed = [...order, ...runs.filter((run) => !order.includes(run))];
+  const listed = fromTheBest(runs);
   const best = Math.ceil(MAX_CHOSEN / 2);
   const step = (listed.length - 1 - best) / (MAX_CHOSEN - best - 1);
   const others = Array.from({ length: MAX_CHOSEN - best }, (_, place) => listed[Math.round(best + place * step)]);

@@ -67,9 +67,10 @@ function classSpec(run, most = 20) {
   if (!scored.length) return null;
   const shown = scored.length > most ? [...scored].sort((a, b) => a[1] - b[1]).slice(0, most) : scored;
   const rows = shown.map(([name, value]) => ({ name, values: [value] }));
-  const lowest = [...scored].sort((a, b) => a[1] - b[1])[0];
-  const caption = `${run.figures.weights} weights; lowest: ${lowest[0]}` + (scored.length > most ? `; the ${most} lowest of ${scored.length}` : "");
-  return { rows, single: true, lowest: lowest[0], colours: ["var(--c0)"], names: [run.name], label: "accuracy (%)", caption,
+  const [lowest, second] = [...scored].sort((a, b) => a[1] - b[1]);
+  const worst = second && lowest[1] < second[1] ? lowest[0] : null;
+  const caption = `${run.figures.weights} weights${worst === null ? "" : `; lowest: ${worst}`}` + (scored.length > most ? `; the ${most} lowest of ${scored.length}` : "");
+  return { rows, single: true, lowest: worst, colours: ["var(--c0)"], names: [run.name], label: "accuracy (%)", caption,
     summary: `lowest: ${lowest[0]} with ${KINDS.percent(lowest[1])}` };
 }
 

@@ -111,7 +111,7 @@ class Timeline extends Figure {
       this.spec.parts.forEach((part, one) => {
         if (segment[one + 2]) lines.push([`${PART_NAMES[part]} ${segment[one + 2]} %`, `background:var(--${part})`]);
       });
-    } else lines.push(["here", null]);
+    } else lines.push(["present", null]);
     return this.show(left, Math.min(top + 12, this.box.bottom - 30), [[title, null], ...lines]);
   }
 }

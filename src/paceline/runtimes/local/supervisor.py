@@ -228,9 +228,8 @@ class Supervisor:
             while select.select([self._forks.socket], [], [], 0.0)[0]:  # the cause may be a worker's exception
                 self._hear_forks()
             self._finished = bool(self._failures)
-            if self._finished:
-                return
-            raise error_of_child(row["text"], row["code"])
+            if not self._finished:
+                raise error_of_child(row["text"], row["code"])
         elif row["kind"] == "finished":
             self._finished = True
         elif row["kind"] == "drop":
@@ -389,9 +388,8 @@ def run_local(
     restarts = WorkerRestarts(config.restart_workers)
     for restart in range(1, config.restart + 2):
         try:
-            with contextlib.closing(
-                Supervisor(forks, config, folder, processes, report, restarts, output)
-            ) as supervisor:
+            supervisor = Supervisor(forks, config, folder, processes, report, restarts, output)
+            with contextlib.closing(supervisor):
                 supervisor.start()
                 supervisor.follow()
             break
