@@ -18,6 +18,7 @@ from paceline.core.messages import Resume
 from paceline.errors import UserError
 from paceline.reports.console import closing_lines
 from paceline.reports.run_tables import compare
+from paceline.runs.arrival_log import _PUSH, RECORD_BYTES
 from paceline.runs.durable_files import write_atomically
 from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
@@ -205,7 +206,7 @@ def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
 def test_an_unstarted_folder_is_discarded_and_a_started_one_is_kept(tmp_path: Path) -> None:
     folder = RunFolder.create(small_config(tmp_path, workers=2))
     folder.events_file.write_text('{"kind": "run_started"}\n')
-    folder.arrivals_file.write_bytes(bytes(100))
+    folder.arrivals_file.write_bytes(b"{}\n" + bytes([_PUSH]) * RECORD_BYTES)
     folder.discard_unstarted()
     assert folder.config_file.exists()
     folder.arrivals_file.write_bytes(bytes(30))

@@ -17,8 +17,9 @@ import pytest
 from paceline.config import RunConfig
 from paceline.errors import SERVER_GONE
 from paceline.runs.folder import RunFolder
+from paceline.runtimes.local.process_plan import ProcessPlan
 from paceline.runtimes.local.restart import WorkerRestarts
-from paceline.runtimes.local.supervisor import ProcessPlan, Supervisor
+from paceline.runtimes.local.supervisor import Supervisor
 from paceline.system.strict_json import to_json
 
 EXITED, KILLED = 1 << 8, int(signal.SIGKILL)
@@ -114,7 +115,8 @@ def test_a_worker_that_exits_by_itself_is_gone(benches: list[Bench], tmp_path: P
 
 def test_the_exception_that_ended_a_worker_is_named(benches: list[Bench], tmp_path: Path) -> None:
     bench = make(benches, tmp_path, 0)
-    bench.hear({"kind": "raised", "pid": 21, "text": "ValueError: no"})
+    notice = {"kind": "raised", "pid": 21, "text": "ValueError: no", "traceback": "Traceback ..."}
+    bench.hear(notice)
     bench.end(21, EXITED)
     assert bench.notes() == ["worker 1 was lost (as the test says, ValueError: no): the run goes on with 1"]
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from paceline.assembly.preflight import provenance, require_fitting_weights, startup_warnings
@@ -24,6 +24,7 @@ from paceline.runs.folder import RAISED, RunFolder, require_survivors
 from paceline.runtimes.local.failures import WorkerFailures, lost_server
 from paceline.runtimes.local.fault_injection import FaultInjector
 from paceline.runtimes.local.fork_server import ForkServer, receive_row, request
+from paceline.runtimes.local.process_plan import ProcessPlan
 from paceline.runtimes.local.restart import WorkerRestarts
 from paceline.runtimes.local.worker_output import WorkerOutput
 from paceline.settings.fault_table import Fault, never_fired
@@ -36,31 +37,6 @@ ENDING_SECONDS = 3.0
 GOING_SECONDS = 2.0  # between the end of a killed server's connections to its workers and of that to its supervisor
 BEHIND_SECONDS = 0.05  # until the user's terminal is looked at again, which takes no more output
 OTHER_FILES = 12  # that a server has open at least, beside the connections of its workers
-
-
-@dataclass(frozen=True)
-class ProcessPlan:
-    """What the processes of a run get: their roles, a spec of JSON values, and descriptors.
-
-    `faults` are injected into them. Workers before `first_worker` are part of the process that keeps the run folder.
-    """
-
-    spec: dict[str, Any]
-    fds: list[int]
-    incarnation: int = 0
-    server_role: str = "server"
-    worker_role: str = "worker"
-    faults: tuple[Fault, ...] = ()
-    first_worker: int = 0
-
-    def in_ring(self) -> ProcessPlan:
-        """The same without a server: worker 0 keeps the run folder, every worker updates a copy of the weights."""
-        return replace(self, server_role="ring host", worker_role="ring worker", first_worker=1)
-
-    def again(self, incarnation: int, now: float) -> ProcessPlan:
-        """The same for a resumed run, at `now` on its clock, with the faults that are still due."""
-        faults = tuple(fault for fault in self.faults if fault.at > now)
-        return replace(self, spec={**self.spec, "resume": True}, incarnation=incarnation, faults=faults)
 
 
 class Supervisor:

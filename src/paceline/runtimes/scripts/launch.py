@@ -18,7 +18,8 @@ from paceline.runs.folder import RunFolder, new_folder, require_survivors
 from paceline.runs.recording import ScriptCall
 from paceline.runtimes.local.fault_injection import faults_for_processes
 from paceline.runtimes.local.fork_server import ForkServer
-from paceline.runtimes.local.supervisor import ProcessPlan, run_local
+from paceline.runtimes.local.process_plan import ProcessPlan
+from paceline.runtimes.local.supervisor import run_local
 from paceline.runtimes.local.worker_output import WorkerOutput
 from paceline.runtimes.scripts.lines_to_add.message import require_paceline
 from paceline.settings.features import Feature

@@ -32,7 +32,7 @@ from paceline.runs.snapshots import BestWeights, snapshots_of
 from paceline.runtimes.server.accounting import TimeAccounting
 from paceline.runtimes.server.checkpoints import Checkpoints
 from paceline.runtimes.server.evaluation import Evaluator
-from paceline.runtimes.server.progress import AccountRows, EventRecorder, Progress
+from paceline.runtimes.server.progress import AccountRows, EventRecorder, Progress, own_names, run_row
 from paceline.runtimes.server.runtime import Runtime
 from paceline.runtimes.server.timing import TimingCollector, TrainingClock
 from paceline.settings.stopping import chosen_part, goal_of, measure_of
@@ -96,11 +96,8 @@ class Host:
             self._evaluator = Evaluator(server, self.task, work, config, events, *timing, report, self._best)
             self._guard = self._make_guard()
             kind = "run_resumed" if server.version or seconds else "run_started"
-            if self.task is not None and config.task is not None:
-                self._facts |= {"model": type(self.task.model).__name__, "dataset": None}
-            about = {"workers": config.workers, "strategy": config.strategy, "updates": server.version}
-            own = {name: self._facts[name] for name in ("model", "dataset") if self._facts.get(name) is not None}
-            events.write(kind, seconds, **about, **own)
+            self._facts |= own_names(self.task, config)
+            events.write(kind, seconds, **run_row(config, server.version, self._facts))
             if self.task is not None and (initial := self.task.initial_weights) is not None:
                 self._facts["initial_weights"] = initial.row()
                 if kind == "run_started":

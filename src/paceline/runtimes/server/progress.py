@@ -242,3 +242,16 @@ class Progress:
             self._next_row = now + ROW_SECONDS
             self._since, self._samples_then = now, server.samples
             self.losses.clear()
+
+
+def own_names(task: Any, config: RunConfig) -> dict[str, Any]:
+    """The names of a user's own model and data, for the result: those of the settings did not apply."""
+    if task is None or config.task is None:
+        return {}
+    return {"model": type(task.model).__name__, "dataset": None}
+
+
+def run_row(config: RunConfig, updates: int, facts: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the event that begins a run, or goes on with it."""
+    own = {name: facts[name] for name in ("model", "dataset") if facts.get(name) is not None}
+    return {"workers": config.workers, "strategy": config.strategy, "updates": updates, **own}
