@@ -107,7 +107,9 @@ class OutputQueue:
 class Console:
     """Receives the rows a host reports. Draws a bar on a terminal, else prints a line now and then."""
 
-    def __init__(self, stream: TextIO | None = None, quiet: bool = False) -> None:
+    def __init__(self, stream: TextIO | None = None, quiet: bool = False, keeps_stdout: bool = False) -> None:
+        """With `keeps_stdout`, what workers print goes to standard error: a result follows on standard output."""
+        self.keeps_stdout = keeps_stdout
         stream = stream or sys.stderr
         self._output = OutputQueue(stream) if stream is not None else None
         self._stream = cast(TextIO, self._output)
@@ -139,7 +141,7 @@ class Console:
             case "note":
                 self.note(row["text"])
             case "output":
-                self._show_output(row["text"], sys.stdout if row["stream"] == "stdout" else sys.stderr)
+                self._show_output(row["text"], self._stream_of_worker(row["stream"]))
             case "scoring" if self._bar is not None:
                 self._draw(1.0, f"scoring the {row['which']} data")
             case "stopping":
@@ -159,6 +161,9 @@ class Console:
     def is_behind(self) -> bool:
         """Whether much of what workers print waits for a slow reader; more would be dropped."""
         return any(queued.num_waiting > MAX_WAITING // 2 for queued in self._outputs.values())
+
+    def _stream_of_worker(self, name: str) -> TextIO | None:
+        return sys.stdout if name == "stdout" and not self.keeps_stdout else sys.stderr
 
     def _show_output(self, text: str, stream: TextIO | None) -> None:
         """Show one line that a worker printed, also if messages are not shown; above the bar, if there is one."""
