@@ -276,8 +276,10 @@ class Supervisor:
             if notice["text"] == SERVER_GONE:
                 self._await_end_of_server()
             name = self._names.get(notice["pid"], "a process")
-            is_killed = self._server_is_silent and not self._finished  # the fork server will report the server's end
-            if not is_killed and not (self._finished and self._was_restarted(name)):  # else it came back too late
+            is_killed = self._server_is_silent and not self._finished  # the fork server will report how it ended
+            if not (is_killed or self._failures) and not (
+                self._finished and self._was_restarted(name)
+            ):  # else it came back too late
                 raise ChildFailed(f"{name}: {notice['text']}", notice["code"])
         elif notice["kind"] == "raised":
             self._note_exception(notice)
