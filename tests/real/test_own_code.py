@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -93,19 +94,82 @@ def test_a_script_that_never_joins_is_told_so(tmp_path: Path) -> None:
     assert "without calling paceline.join()" in command.err and "Traceback" not in command.err
 
 
-def test_an_error_in_a_users_script_shows_its_traceback_and_ends_the_run(tmp_path: Path) -> None:
+def test_an_error_after_the_training_shows_one_traceback_and_the_run_is_complete(tmp_path: Path) -> None:
     shutil.copy(EXAMPLES / "own_loop.py", tmp_path / "broken.py")
     with (tmp_path / "broken.py").open("a") as file:
         file.write("\nraise ValueError('my own mistake')\n")
     command = run("run", "-n", "2", "--lr", "0.05", "broken.py", cwd=tmp_path)
-    assert "ValueError: my own mistake" in command.err
+    assert command.process.returncode == 1 and command.err.count("Traceback") == 1, command.err
+    assert " of 2: ValueError: my own mistake (broken.py, line " in command.err
+    assert "training had finished" in command.err and result_of(only_run(tmp_path))["status"] == "finished"
 
 
-def test_one_workers_error_at_the_start_does_not_hang_the_others(tmp_path: Path) -> None:
+def test_a_workers_exception_ends_the_run_unless_it_is_to_keep_going(tmp_path: Path) -> None:
     source = (EXAMPLES / "own_loop.py").read_text()
     early = "with paceline.join() as session:\n    if session.worker == 1:\n        raise ValueError('no')\n"
     (tmp_path / "early.py").write_text(source.replace("with paceline.join() as session:\n", early))
-    command = run("run", "-n", "2", "--strategy", "sync", "--lr", "0.05", "early.py", cwd=tmp_path)
+    flags = ("-n", "2", "--strategy", "sync", "--lr", "0.05")
+    command = run("run", *flags, "early.py", cwd=tmp_path)
+    assert command.process.returncode == 1 and command.err.count("Traceback") == 1, command.err
+    assert re.search(
+        r"paceline: worker 1 of 2: ValueError: no \(early.py, line \d+\): nothing was trained", command.err
+    )
+    assert "runpy" not in command.err and "resume" not in command.err and not (tmp_path / "runs").exists()
+    command = run("run", *flags, "--keep-going", "early.py", cwd=tmp_path)
     assert command.process.returncode == 0, command.err
     assert result_of(only_run(tmp_path))["status"] == "finished"
-    assert "worker 1 was lost (exit code 1, ValueError: no)" in command.err
+    assert "worker 1 was lost (exit code 1, ValueError: no (early.py, line" in command.err
+
+
+LOOP = """
+import sys, torch, paceline
+torch.manual_seed(0)
+x = torch.randn(640, 4)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+session = paceline.join()
+loader = torch.utils.data.DataLoader(data, batch_size=16)
+model, optimizer, loader = session.prepare(model, optimizer, loader)
+for number, (a, b) in enumerate(loader):
+    if number == 3 and sys.argv[1] == "raise" and session.worker == 1:
+        raise RuntimeError("bad batch")
+    if number == 3 and sys.argv[1] == "break":
+        break
+    if number == 3 and sys.argv[1] == "exit" and session.worker == 1:
+        sys.exit(0)
+    optimizer.zero_grad()
+    (model(a) - b).pow(2).mean().backward()
+    optimizer.step()
+print("the end of", end=" ")
+print("worker", session.worker, "x" * 70_000, end="")
+"""
+
+
+def test_a_run_that_an_exception_ended_goes_on_with_the_mended_script(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    command = run("run", "-n", "2", "--strategy", "sync", "loop.py", "raise", cwd=tmp_path)
+    folder = only_run(tmp_path)
+    assert command.process.returncode == 1 and command.err.count("Traceback") == 1
+    assert "worker 1 of 2: RuntimeError: bad batch (loop.py, line 13): the run stopped at update 3" in command.err
+    assert result_of(folder)["reason"].startswith("exception in worker 1 of 2: RuntimeError: bad batch")
+    assert "the end of" not in command.out
+    (tmp_path / "loop.py").write_text(LOOP.replace('"raise"', '"never"'))
+    assert run("resume", str(folder), cwd=tmp_path).process.returncode == 0
+    assert (result_of(folder)["status"], result_of(folder)["updates"]) == ("finished", 20)
+
+
+def test_loops_that_are_left_early_are_a_normal_end_and_printed_lines_are_whole(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    command = run("run", "-n", "2", "--strategy", "sync", "loop.py", "break", cwd=tmp_path)
+    assert command.process.returncode == 0, command.err
+    printed = sorted(line for line in command.out.splitlines() if line.startswith("["))
+    assert [line[:37].rstrip("x") for line in printed if "end" in line] == [
+        "[worker 0] the end of worker 0 ",
+        "[worker 1] the end of worker 1 ",
+    ]
+    assert sum(line.count("x") for line in printed) == 140_000
+    assert "one update averages 2 batches (32 samples) at the lr of one" in command.err
+    command = run("run", "-n", "2", "--strategy", "sync", "--json", "loop.py", "exit", cwd=tmp_path)
+    assert "worker 1 left its loop at update 3, before the others" in command.err
+    assert json.loads(command.out)["status"] == "finished"

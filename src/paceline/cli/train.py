@@ -21,7 +21,7 @@ from paceline.cli.arguments import (
 from paceline.cli.cluster import add_encryption, chosen_tls
 from paceline.cli.output import EXIT_CODES, show
 from paceline.config import FIELDS, SIMULATED_ONLY, UPKEEP, RunConfig, is_url
-from paceline.errors import UserError, unknown_name
+from paceline.errors import PacelineError, RunFailed, UserError, unknown_name
 from paceline.reports.console import Console
 from paceline.settings.ranks import LAUNCHER_VARIABLES, Rank, rank_here
 from paceline.settings.resolve import SCRIPT_DECIDES
@@ -62,9 +62,25 @@ def _train(config: RunConfig, parsed: argparse.Namespace, command: list[str] | N
     """Train, and show the result. `command` is the user's script and its arguments, if it trains."""
     rank = rank_here() if any(name in os.environ for name in LAUNCHER_VARIABLES) else None
     follows = rank is not None and not rank.leads
-    with Console(quiet=follows) as console:
-        folder, result = _train_somewhere(config, parsed, console, rank, command)
+    with Console(quiet=follows, keeps_stdout=parsed.json) as console:
+        try:
+            folder, result = _train_somewhere(config, parsed, console, rank, command)
+        except PacelineError:
+            raise
+        except Exception as error:
+            if config.task is None:
+                raise
+            raise _failed_task(error, console) from None
     return EXIT_CODES[result["status"]] if follows else show(folder, result, parsed.json)
+
+
+def _failed_task(error: Exception, console: Console) -> RunFailed:
+    """Show the traceback of a user's task that failed in this process; return the error that says so in one line."""
+    from paceline.runtimes.local.failures import describe_exception
+
+    text, traceback = describe_exception(error)
+    console.report({"kind": "output", "stream": "stderr", "text": traceback.rstrip()})
+    return RunFailed(text)
 
 
 def _add_places(parser: Parser, basic: bool) -> None:

@@ -118,7 +118,9 @@ class Activity(NamedTuple):
 class Console:
     """Receives the rows a host reports. Draws a bar on a terminal, else prints a line now and then."""
 
-    def __init__(self, stream: TextIO | None = None, quiet: bool = False) -> None:
+    def __init__(self, stream: TextIO | None = None, quiet: bool = False, keeps_stdout: bool = False) -> None:
+        """With `keeps_stdout`, what workers print goes to standard error: a result follows on standard output."""
+        self.keeps_stdout = keeps_stdout
         stream = stream or sys.stderr
         self._output = OutputQueue(stream) if stream is not None else None
         self._stream = cast(TextIO, self._output)
@@ -155,7 +157,7 @@ class Console:
                     self._next_line = 0.0
                 self._working(row)
             case "output":
-                self._show_output(row["text"], sys.stdout if row["stream"] == "stdout" else sys.stderr)
+                self._show_output(row["text"], self._stream_of_worker(row["stream"]))
             case "stopping":
                 self.stopping = row["reason"]
                 self.note(f"{self.stopping}: saving what there is")
@@ -173,6 +175,9 @@ class Console:
     def is_behind(self) -> bool:
         """Whether much of what workers print waits for a slow reader; more would be dropped."""
         return any(queued.num_waiting > MAX_WAITING // 2 for queued in self._outputs.values())
+
+    def _stream_of_worker(self, name: str) -> TextIO | None:
+        return sys.stdout if name == "stdout" and not self.keeps_stdout else sys.stderr
 
     def _show_output(self, text: str, stream: TextIO | None) -> None:
         """Show one line that a worker printed, also if messages are not shown; above the bar, if there is one."""

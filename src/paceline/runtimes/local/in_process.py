@@ -16,9 +16,11 @@ from paceline.config import RunConfig
 from paceline.core.messages import Join, Reply
 from paceline.core.worker import LocalWorker
 from paceline.data.datasets import Location, load
+from paceline.errors import PacelineError
 from paceline.interfaces import Report
-from paceline.runs.folder import ALL_GONE, RunFolder
+from paceline.runs.folder import ALL_GONE, RAISED, RunFolder
 from paceline.runs.recovery import rebuild
+from paceline.runtimes.local.failures import describe_exception
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import LocalRuntime
 from paceline.runtimes.worker_loop import WorkerLoop
@@ -55,7 +57,15 @@ def train_in_process(
         if rebuilt is not None:
             host.resume_from(rebuilt)
         instances = [instance(make_join(config, work, worker, incarnation)) for worker in range(config.workers or 1)]
-        run_inline(host, replies, instances, lambda: reason[0] if reason else None)
+        try:
+            run_inline(host, replies, instances, lambda: reason[0] if reason else None)
+        except PacelineError:
+            raise
+        except Exception as error:  # of the user's task: keep what was trained
+            if server.pushes:
+                host.stop(f"{RAISED}the task: {describe_exception(error).text}")
+                host.finish()
+            raise
         return host.finish()
 
 

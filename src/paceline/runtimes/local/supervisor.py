@@ -258,7 +258,8 @@ class Supervisor:
                 self._await_end_of_server()
             name = self._names.get(notice["pid"], "a process")
             is_killed = self._server_is_silent and not self._finished  # the fork server will report the server's end
-            if not is_killed and not (self._finished and self._was_restarted(name)):  # else it came back too late
+            # One that was restarted may have come back too late.
+            if not (is_killed or self._failures) and not (self._finished and self._was_restarted(name)):
                 is_task = self._config.task is not None and not is_script(self._config)
                 in_all = is_task and not self._folder.has_log  # every process builds the task alike
                 text = notice["text"] if in_all else f"{name}: {notice['text']}"

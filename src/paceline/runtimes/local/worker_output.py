@@ -80,8 +80,8 @@ class WorkerOutput:
     waits, as it would for the terminal itself.
     """
 
-    def __init__(self, report: Report, is_behind: Callable[[], bool]) -> None:
-        self._report, self.is_behind = report, is_behind
+    def __init__(self, report: Report, is_behind: Callable[[], bool], numbered: bool = True) -> None:
+        self._report, self.is_behind, self._numbered = report, is_behind, numbered
         self._poll = select.epoll()
         self._pipes: dict[int, _Pipe] = {}
         self._only: set[int] | None = None  # the workers whose lines are shown; None: all
@@ -144,5 +144,6 @@ class WorkerOutput:
         return False
 
     def _show(self, pipe: _Pipe, lines: list[str]) -> None:
+        prefix = f"[worker {pipe.worker}] " if self._numbered else ""
         for line in lines if self._only is None or pipe.worker in self._only else ():
-            self._report({"kind": "output", "stream": pipe.stream, "text": f"[worker {pipe.worker}] {line}"})
+            self._report({"kind": "output", "stream": pipe.stream, "text": prefix + line})

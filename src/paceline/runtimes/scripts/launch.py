@@ -75,11 +75,12 @@ def resume_script(folder: RunFolder, config: RunConfig, console: Console) -> dic
 
 @contextlib.contextmanager
 def _output_of(config: RunConfig, console: Console) -> Iterator[WorkerOutput | None]:
-    """Show what several workers print line by line; one alone has the terminal to itself."""
-    if (config.workers or 1) == 1 and max_workers_of(config) == 1:
+    """Show what several workers print line by line; one alone has the terminal to itself, unless JSON follows."""
+    is_alone = (config.workers or 1) == 1 and max_workers_of(config) == 1
+    if is_alone and not console.keeps_stdout:
         yield None
         return
-    with contextlib.closing(WorkerOutput(console.report, console.is_behind)) as output:
+    with contextlib.closing(WorkerOutput(console.report, console.is_behind, numbered=not is_alone)) as output:
         yield output
 
 

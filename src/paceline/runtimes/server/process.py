@@ -21,9 +21,9 @@ from paceline.core.server import Server
 from paceline.core.worker import LocalWorker
 from paceline.data.datasets import Dataset
 from paceline.data.shared import attach
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, RunFailed
 from paceline.interfaces import Report
-from paceline.runs.folder import RAISED, RunFolder
+from paceline.runs.folder import ALL_GONE, RAISED, RunFolder
 from paceline.runs.recovery import rebuild
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import Runtime
@@ -48,8 +48,10 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         with torch.inference_mode():  # updates need no autograd
             sizes = sizes_of(config, host.task, host.work)
             Service(host, peers, control, identity_of(host.task), sizes).run()
-        if host.server.pushes or not (host.stop_reason or "").startswith(RAISED):
-            host.finish()
+        if not host.server.pushes and (host.stop_reason or "").startswith((RAISED, ALL_GONE)):
+            host.close()
+            raise RunFailed(f"{host.stop_reason}, before the first update: nothing was trained")
+        host.finish()
         host.close()
 
     return reporting(serve, fds[0], spec["folder"])

@@ -1,0 +1,63 @@
+"""How the user is told of an exception in a worker's code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.runtimes.local.failures import WorkerFailures, describe_exception
+
+SCRIPT = "def helper():\n    raise ValueError('two\\nlines')\n\nhelper()\n"
+
+
+def raised_by(path: Path, text: str) -> BaseException:
+    path.write_text(text)
+    import runpy
+
+    with pytest.raises(BaseException) as caught:
+        runpy.run_path(str(path))
+    return caught.value
+
+
+def test_a_traceback_begins_with_the_users_code(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    code = (
+        "import sys\nfrom paceline.runtimes.local.failures import describe_exception\nimport runpy\n"
+        "from paceline.runtimes.scripts import process\n"
+        "try:\n    process._run(sys.argv[1])\nexcept ValueError as error:\n"
+        "    print(describe_exception(error.with_traceback(error.__traceback__.tb_next)).traceback)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    files = [line.split('"')[1] for line in done.stdout.splitlines() if line.startswith("  File")]
+    assert files == [str(path), str(path)], done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "text"),
+    [
+        (SCRIPT, "ValueError: two lines (train.py, line 2)"),
+        ("import json\n\njson.loads('{')\n", "line 3)"),
+        ("import sys\nsys.exit('giving up')\n", "sys.exit('giving up') (train.py, line 2)"),
+        ("x = (\n", "(train.py, line 1)"),
+        ("assert 1 == 2\n", "AssertionError (train.py, line 1)"),
+    ],
+)
+def test_one_line_names_the_exception_and_its_place(script: str, text: str, tmp_path: Path) -> None:
+    assert describe_exception(raised_by(tmp_path / "train.py", script)).text.endswith(text)
+
+
+def test_one_traceback_is_shown_and_a_line_for_each_other_failure() -> None:
+    rows: list[dict[str, Any]] = []
+    failures = WorkerFailures()
+    assert not failures and failures.seconds_left is None
+    for number, text in enumerate(["A: a", "A: a", "B: b", "A: a"]):
+        failures.add(f"worker {number} of 4", {"text": text, "traceback": f"traceback {number}\n{text}\n"})
+    failures.tell(rows.append)
+    assert [row["text"] for row in rows] == ["traceback 0", "A: a", "worker 2 of 4: B: b"]
+    assert failures.line == "worker 0 of 4: A: a; and 2 other workers: the same"
+    assert failures.seconds_left is None
