@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(f"paceline {verb}", usage, description, add_help=False, allow_abbrev=False)
         self._groups: dict[str | None, Any] = {None: self}
         self.add("-h/--help", "show this help message and exit", action="help")
-        self.add("--help-all", argparse.SUPPRESS, action=_HelpAll, nargs=0)
+        self.add("--help-all", argparse.SUPPRESS, action=_HelpAll, nargs=0, default=argparse.SUPPRESS)
 
     def add(self, names: str, text: str, group: str | None = None, basic: bool = True, **options: Any) -> None:
         """Add an argument with its help text, as in `add("-o/--output", "file to write", metavar="FILE")`.

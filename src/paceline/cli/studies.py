@@ -26,7 +26,7 @@ SWEEP_DESCRIPTION = """Run every combination of a grid of settings on simulated 
 
 The file has settings under [run] and lists of settings under [grid]; folds = 5 above them asks for cross-validation.
 
-Runs that the lab supports are computed many at once, the others one by one. After a stop, the same command continues."""
+Runs that the lab supports are computed many at once, the others one by one. After a stop, the same command goes on."""
 
 Draw = Callable[[Path], str | None]  # draws to a path; returns why it drew nothing, or None
 REAL_TABLES = ("distml", "mxnet")  # tables whose rows are trained on real processes; they have their own flags
