@@ -276,10 +276,8 @@ class Supervisor:
             if notice["text"] == SERVER_GONE:
                 self._await_end_of_server()
             name = self._names.get(notice["pid"], "a process")
-            is_killed = self._server_is_silent and not self._finished  # the fork server will report how it ended
-            if not (is_killed or self._failures) and not (
-                self._finished and self._was_restarted(name)
-            ):  # else it came back too late
+            is_known = self._failures or (self._server_is_silent and not self._finished)  # why it finds no server
+            if not is_known and not (self._finished and self._was_restarted(name)):  # else it came back too late
                 raise ChildFailed(f"{name}: {notice['text']}", notice["code"])
         elif notice["kind"] == "raised":
             self._note_exception(notice)
