@@ -258,15 +258,13 @@ def next_incarnation(path: Path, config: RunConfig) -> tuple[int, float]:
 
 
 def has_push(path: Path) -> bool:
-    """Return whether a log holds a push; without one nothing was trained. A damaged or empty log has none."""
-    if not path.exists():
-        return False
-    with path.open("rb") as file:
-        file.readline(MAX_HEADER)
-        while len(record := file.read(RECORD_BYTES)) == RECORD_BYTES:
-            if record[0] == _PUSH or record[0] >= _PUSH_OF:
-                return True
-    return False
+    """Return whether a log holds a push, or is damaged and may have held one; without one nothing was trained."""
+    content = path.read_bytes() if path.exists() else b""
+    header = content.find(b"\n") + 1
+    if len(content) > MAX_HEADER and not header:
+        return True
+    places = range(header, len(content) - RECORD_BYTES + 1, RECORD_BYTES) if header else ()
+    return any(content[at] == _PUSH or content[at] >= _PUSH_OF or not _is_whole(content, at) for at in places)
 
 
 def scan_log(path: Path, config: RunConfig, start: int = 0) -> LogContents:

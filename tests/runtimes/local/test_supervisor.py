@@ -17,9 +17,8 @@ import pytest
 from paceline.config import RunConfig
 from paceline.errors import SERVER_GONE
 from paceline.runs.folder import RunFolder
-from paceline.runtimes.local.process_plan import ProcessPlan
 from paceline.runtimes.local.restart import WorkerRestarts
-from paceline.runtimes.local.supervisor import Supervisor
+from paceline.runtimes.local.supervisor import ProcessPlan, Supervisor
 from paceline.system.strict_json import to_json
 
 EXITED, KILLED = 1 << 8, int(signal.SIGKILL)
@@ -28,10 +27,12 @@ EXITED, KILLED = 1 << 8, int(signal.SIGKILL)
 class Bench:
     """A supervisor without processes: the test plays the fork server and the server."""
 
-    def __init__(self, folder: Path, limit: int, restarts: WorkerRestarts | None = None) -> None:
+    def __init__(
+        self, folder: Path, limit: int, restarts: WorkerRestarts | None = None, keep_going: bool = False
+    ) -> None:
         self.forks, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.rows: list[dict[str, Any]] = []
-        config = RunConfig(strategy="async", workers=2, restart_workers=limit)
+        config = RunConfig(strategy="async", workers=2, restart_workers=limit, keep_going=keep_going)
         forks: Any = SimpleNamespace(socket=ours, notice=lambda: json.loads(ours.recv(1 << 16)))
         report, allowed = self.rows.append, restarts or WorkerRestarts(limit)
         self.supervisor = Supervisor(forks, config, RunFolder(folder), ProcessPlan({}, []), report, allowed)
@@ -63,7 +64,7 @@ class Bench:
                 for fd in fds:
                     os.close(fd)
                 order = json.loads(packet)
-                found.append((order["kind"], order["worker"], order["incarnation"]))
+                found.append((order["kind"], order.get("worker", -1), order.get("incarnation", -1)))
         except BlockingIOError:
             return found
 
@@ -114,11 +115,21 @@ def test_a_worker_that_exits_by_itself_is_gone(benches: list[Bench], tmp_path: P
 
 
 def test_the_exception_that_ended_a_worker_is_named(benches: list[Bench], tmp_path: Path) -> None:
-    bench = make(benches, tmp_path, 0)
-    notice = {"kind": "raised", "pid": 21, "text": "ValueError: no", "traceback": "Traceback ..."}
-    bench.hear(notice)
-    bench.end(21, EXITED)
+    benches.append(bench := Bench(tmp_path, 0, keep_going=True))
+    bench.hear({"kind": "raised", "pid": 21, "text": "ValueError: no", "traceback": "..."})
+    assert bench.end(21, EXITED) == []
     assert bench.notes() == ["worker 1 was lost (as the test says, ValueError: no): the run goes on with 1"]
+
+
+def test_an_exception_in_a_worker_stops_the_server(benches: list[Bench], tmp_path: Path) -> None:
+    bench = make(benches, tmp_path, 5)
+    for pid in (21, 20):
+        bench.hear({"kind": "raised", "pid": pid, "text": "ValueError: no (a.py, line 1)", "traceback": "..."})
+    assert bench.orders() == [("stop", -1, -1)]
+    assert bench.end(21, EXITED) == [] and bench.notes() == []
+    failures = bench.supervisor._failures
+    assert failures.line == "worker 1 of 2: ValueError: no (a.py, line 1); and 1 other worker: the same"
+    assert str(failures.error(RunFolder(tmp_path))).endswith(": the same: nothing was trained")
 
 
 def test_without_the_flag_the_server_is_told_nothing(benches: list[Bench], tmp_path: Path) -> None:
