@@ -216,7 +216,7 @@ def test_the_runs_of_a_folder_newest_first_with_damaged_ones(tmp_path: Path) -> 
 def test_the_verbs_print_tables_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_with(tmp_path, workers_row(1.0, ["live", "paused"], [1.0, 1.0], [5, 5], paused={"1": [4.0, 1.0]}))
     assert main(["status", str(folder.path)]) == 0
-    assert "worker 1 is paused: silent for 4.0 s on its turn, up to 1.0 s is normal" in capsys.readouterr().out
+    assert "worker 1 is paused: silent for 4 s on its turn, up to 1 s is normal" in capsys.readouterr().out
     assert main(["status", str(folder.path), "--json", "--watch", "60"]) == 0  # it is killed: one look
     row = json.loads(capsys.readouterr().out)
     assert row["status"] == "killed" and row["stragglers"][0]["cause"] == "paused"

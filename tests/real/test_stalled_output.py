@@ -28,4 +28,4 @@ def test_a_full_pipe_does_not_stop_a_run(verb: str, tmp_path: Path) -> None:
         assert command.finish() == 0
         assert [worker.finish() for worker in there] == [0] * len(there)
     assert result_of(tmp_path / "runs/it")["updates"] == 20
-    assert "status: finished" in command.out
+    assert "finished: " in command.out

@@ -45,9 +45,10 @@ def test_a_whole_run(tmp_path: Path) -> None:
     found = digest_of(whole_run(tmp_path))
     assert found["status"] == "finished"
     assert found["verdict"] == (
-        "Finished: 81.50 % test accuracy (averaged weights) after 1,280 samples, in 4.0 s on 2 workers (320 samples/s)."
+        "Finished: 81.50 % test accuracy (averaged weights) after 1,280 samples, in 4 s on 2 workers (320 samples/s)."
     )
-    assert found["closing"][0] == "training time: 00:04:000"
+    assert found["closing"][0] == "finished: lenet5 on fashion-mnist, async, 2 workers"
+    assert "training time: 4 s; 40 updates, 1,280 samples, 320 samples/s" in found["closing"]
     assert found["notes"] == []
     assert found["course"]["samples"][-1] == 1280
     assert found["course"]["loss"][0] == 2.0

@@ -103,7 +103,8 @@ def test_metrics_of_a_task_are_shown_kept_and_end_a_run(record: Record) -> None:
     assert result["best"]["measure"] == "min:distance" and result["best"]["value"] == 0.0
     assert "test loss" in run.notes[0] and "distance 2" in run.notes[0]
     lines = closing_lines(result, None, "here")
-    assert "Test distance: 0" in lines and any(line.startswith("Train distance: 1") for line in lines)
+    on_test, on_train = (line for line in lines if line.startswith("Average"))
+    assert on_test.endswith(", distance 0") and ", distance 1" in on_train
     assert "distance" in compare(runs_of([run.folder.path])[0], 120).splitlines()[0]
 
 
@@ -207,3 +208,22 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None
     with pytest.raises(OSError, match="directory"):
         write_atomically(target, b"a folder cannot be replaced by a file")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["folder", "result.json"]
+
+
+def test_a_sample_of_the_train_data_is_scored_and_named(record: Record) -> None:
+    run = record(strategy="async", workers=2, train_score="7")
+    run.join_all()
+    run.push_at_random(10_000)
+    result = run.host.finish()
+    assert result["train_total"] == 7 < result["epoch_samples"]
+    (line,) = (line for line in closing_lines(result, None, "here") if line.startswith("Average train"))
+    assert line.endswith(f"on 7 of {result['epoch_samples']} samples")
+
+
+def test_a_folder_without_the_setting_scored_all_of_the_train_data(record: Record) -> None:
+    folder = record(strategy="async", workers=2).folder
+    text = folder.config_file.read_text()
+    assert folder.config().train_score == "10000"
+    lines = [line for line in text.splitlines(keepends=True) if not line.startswith(("# crc32", "train_score"))]
+    folder.config_file.write_text("".join(lines))
+    assert folder.config().train_score == "all"

@@ -71,7 +71,13 @@ def result_of(folder: RunFolder, status: str = "finished", **more: Any) -> dict[
     found |= {"test_accuracy": 81.5, "test_loss": 0.5, "test_correct": 815, "test_total": 1000}
     found |= {"updates": 40, "samples": 1280, "train_seconds": 4.0, "samples_per_second": 320.0, "task": None}
     found |= {"per_class_accuracy": [80.0] * 10, "staleness": {"mean": 1.0, "p50": 1, "p95": 2, "max": 3}}
-    found |= {"dropped_pushes": 0, "bytes_pushed": 5120, "bytes_pulled": 5120, "dataset": config.dataset}
+    found |= {
+        "dropped_pushes": 0,
+        "bytes_pushed": 5120,
+        "bytes_pulled": 5120,
+        "dataset": config.dataset,
+        "model": config.model,
+    }
     return found | {"environment": {"cpu": "one", "cores": 2, "torch": "2"}, "git": None} | more
 
 

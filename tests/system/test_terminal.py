@@ -173,7 +173,7 @@ def test_a_run_on_a_terminal_of_forty_columns(tmp_path: Path) -> None:
     assert run.wait() == 0
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
     wide = [line for line in re.split(r"[\r\n]+", shown) if len(line) > 40 and str(tmp_path) not in line]
-    assert not wide and "status: finished" in shown
+    assert not wide and "finished: " in shown
     assert written.count("\x1b[?25l") == written.count("\x1b[?25h")
 
 

@@ -256,7 +256,7 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
     lines.append(_pace(result))
     if result["workers"] != 1:
         stale = result["staleness"]
-        lines.append(f"staleness: mean {stale['mean']:.1f}, max {stale['max']} updates")
+        lines.append(f"staleness in updates: mean {stale['mean']:.1f}, max {stale['max']}")
     if result["dropped_pushes"]:
         lines.append(f"dropped: {result['dropped_pushes']:,} pushes")
     if result.get("utilisation"):
@@ -271,8 +271,11 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
 def _headline(result: dict[str, Any]) -> str:
     """Return how the run ended, and what trained on what. The reason of a failure is a sentence of its own."""
     reason = f" ({result['reason']})" if result["reason"] and result["status"] not in FAILED else ""
-    own = str(result["task"]).rpartition("/")[2].removeprefix("script:") if result["task"] is not None else None
-    what = printable(own) if own is not None else f"{result['model']} on {result['dataset']}"
+    task = result.get("task")
+    own = printable(str(task).rpartition("/")[2].removeprefix("script:"))
+    what = own if task is not None else f"{result.get('model')} on {result.get('dataset')}"
+    if result.get("timing_only"):
+        what = f"times only, {result['num_parameters']:,} parameters"
     workers = "1 worker" if result["workers"] == 1 else f"{result['workers']} workers"
     return f"{result['status']}{reason}: {what}, {result['strategy']}, {workers}"
 
@@ -286,7 +289,7 @@ def _scores(result: dict[str, Any]) -> list[str]:
         if loss is not None:
             values.append(f"loss {loss:.4f}" if values else f"{loss:.4f}")
         values += [f"{name} {_measured(value)}" for name, value in (result.get(f"{which}_metrics") or {}).items()]
-        if values and which == "train" and total < (whole := result.get("epoch_samples") or 0):
+        if values and which == "train" and (total or 0) < (whole := result.get("epoch_samples") or 0):
             values.append(f"on {total:,} of {whole:,} samples")
         if values:
             found.append((f"Average {which} {'accuracy' if accuracy is not None else 'loss'}:", ", ".join(values)))
@@ -344,7 +347,7 @@ def _measured(value: float | None) -> str:
 def _shares(utilisation: list[dict[str, float]]) -> str:
     """Return how the workers spent their time, and the least busy one if it is far below the others.
 
-    >>> _shares([{"computing": 0.9, "waiting": 0.1, "sending": 0.0}, {"computing": 0.5, "waiting": 0.5, "sending": 0.0}])
+    >>> _shares([{"computing": 0.9, "waiting": 0.1}, {"computing": 0.5, "waiting": 0.5}])
     'workers: 70 % computing, 30 % waiting; the least busy, worker 1: 50 % computing'
     """
     number = len(utilisation)

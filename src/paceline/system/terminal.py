@@ -32,8 +32,8 @@ def table_width() -> int:
 def seconds_text(seconds: float | None) -> str:
     """Return a duration as people write it: with its two largest units, or two digits.
 
-    >>> [seconds_text(value) for value in (None, 0.00042, 0.0312, 0.896, 1.5, 42.0)]
-    ['-', '0.42 ms', '31 ms', '0.9 s', '1.5 s', '42 s']
+    >>> [seconds_text(value) for value in (None, 0.00042, 0.0312, 0.896, 3.0, 4.52, 42.0)]
+    ['-', '0.42 ms', '31 ms', '0.9 s', '3 s', '4.5 s', '42 s']
     >>> [seconds_text(value) for value in (275.4, 600.0, 7500.0, 100_000.0)]
     ['4 min 35 s', '10 min', '2 h 5 min', '1 d 4 h']
     """
@@ -42,7 +42,7 @@ def seconds_text(seconds: float | None) -> str:
     if seconds < 0.0995:
         return f"{1000 * seconds:.2g} ms" if seconds else "0 s"
     if seconds < 9.95:
-        return f"{seconds:.2g} s" if seconds < 0.995 else f"{seconds:.1f} s"
+        return f"{seconds:.2g} s"
     for large, small, unit, smaller in ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s")):
         number, rest = divmod(round(seconds / small), large // small)
         if number:

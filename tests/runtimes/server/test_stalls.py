@@ -108,7 +108,7 @@ def test_a_hung_worker_is_named_once_and_the_one_that_waits_for_it_is_not(
     watched.wait(19.0)
     assert watched.user.lines == []
     watched.wait(21.0)
-    assert watched.user.lines == ["worker 1 has made no step for 20 s; its usual step takes 0.02 s"]
+    assert watched.user.lines == ["worker 1 has made no step for 20 s; its usual step takes 20 ms"]
     (row,) = watched.events("stalled")
     assert (row["worker"], row["usual"]) == (1, pytest.approx(0.02)) and 20.0 < row["seconds"] < 21.0
     assert watched.dropped == []
@@ -136,7 +136,7 @@ def test_a_stalled_worker_is_dropped_by_its_limit_and_the_round_goes_on(tmp_path
     hang(one)
     version = one.run.server.version
     one.wait(5.0)
-    why = "worker 1 has made no step for 3 s; its usual step takes 0.02 s: it is dropped (--stall 3)"
+    why = "worker 1 has made no step for 3 s; its usual step takes 20 ms: it is dropped (--stall 3)"
     assert one.dropped == [(1, why)] and one.run.host.lost == [1]
     assert one.run.server.version == version + 1, "the round closed without it"
     one.run.run_to_the_end()
@@ -179,7 +179,7 @@ def test_a_named_worker_is_not_waited_for(watched: Watched) -> None:
     watched.wait(25.0)
     with watched.run.folder.locked(), checking(watched):
         answer = request_drain(watched.run.folder, (1,))
-    assert answer == DrainAnswer({}, {1: "no step for 25 s; its usual step takes 0.02 s"})
+    assert answer == DrainAnswer({}, {1: "no step for 25 s; its usual step takes 20 ms"})
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_workers_that_take_turns_in_one_process_share_its_threads() -> None:
     assert [machines.come(number, place(7, threads=4), NOW) for number in range(3)] == [[]] * 3
 
 
-@pytest.mark.parametrize(("off", "words"), [(-3600.0, "3,600 s behind ours"), (61.0, "61 s ahead of ours")])
+@pytest.mark.parametrize(("off", "words"), [(-3600.0, "1 h behind ours"), (61.0, "1 min 1 s ahead of ours")])
 def test_a_clock_that_is_off_is_told_once_a_machine(off: float, words: str) -> None:
     machines = WorkerHosts()
     (line,) = machines.come(3, place(1, clock=NOW + off), NOW)

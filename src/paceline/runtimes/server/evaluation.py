@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from paceline.assembly.work import WorkAssignment, scored_train
 from paceline.config import RunConfig, is_simulated
@@ -28,6 +29,9 @@ from paceline.system.cpu import cores
 from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.tasks.nested import device_of, num_samples
 from paceline.tasks.supervised import Pair, SupervisedTask
+
+States = dict[bool, Tensor | None]
+"""Running statistics, by whether they belong to the live weights."""
 
 
 class Evaluator:
@@ -67,14 +71,15 @@ class Evaluator:
         began = time.perf_counter()
         parts = [self._pass(part), *([self._pass("train")] if self._config.eval_train else [])]
         progress = ScoringProgress(self._report, sum(one.num_samples for one in parts if one is not None))
-        scores = self._score(parts[0], progress)
+        states: States = {}
+        scores = self._score(parts[0], progress, states)
         seconds = {} if is_simulated(self._config) else {f"{part}_seconds": round(time.perf_counter() - began, 3)}
         assert scores is not None, "an evaluation is only due if there is data to score"
         if self._best is not None:
             self._best.save_if_best(server, scores)
         found = _columns(part, scores)
         for train in parts[1:]:
-            if (on_train := self._score(train, progress)) is not None:
+            if (on_train := self._score(train, progress, states)) is not None:
                 found |= _columns("train", on_train)
         at = {"updates": server.version, "samples": server.samples}
         self._events.write("evaluation", self._clock.now(), **at, **found, **seconds)
@@ -96,7 +101,8 @@ class Evaluator:
             if which != "train" and is_averaged(self._server):
                 passes[f"live_{which}"] = self._pass(which, live=True)
         progress = ScoringProgress(self._report, sum(one.num_samples for one in passes.values() if one is not None))
-        scores = {name: self._score(one, progress) for name, one in passes.items()}
+        states: States = {}
+        scores = {name: self._score(one, progress, states) for name, one in passes.items()}
         if self._best is not None and (last := scores.get(self._part)) is not None:
             self._best.save_if_best(self._server, last)
         return scores
@@ -129,7 +135,8 @@ class Evaluator:
                 rows = scored_train(rows, self._config)
         return ScoringPass(part, live, data, rows if rows is not None and len(rows) < whole else None)
 
-    def _score(self, one: ScoringPass | None, progress: ScoringProgress) -> Scores | None:
+    def _score(self, one: ScoringPass | None, progress: ScoringProgress, states: States) -> Scores | None:
+        """Make one pass; `states` keeps the running statistics of live and of published weights for the next one."""
         if one is None:
             return None
         assert self._task is not None
@@ -143,7 +150,9 @@ class Evaluator:
         try:
             with self._timings.scoring():
                 weights = server.weights if one.live else server.evaluated
-                return task.evaluate(weights, shared_state(server, task, weights), one.data, indices, progress.add)
+                if one.live not in states:
+                    states[one.live] = shared_state(server, task, weights)
+                return task.evaluate(weights, states[one.live], one.data, indices, progress.add)
         finally:
             torch.set_num_threads(before)
 
@@ -170,8 +179,8 @@ class ScoringProgress:
 
     def __init__(self, report: Report, total: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._report, self._total, self._clock = report, total, clock
-        self._done, self._what, self._began = 0, "", clock()
-        self._next = self._began + SILENT_SECONDS
+        self._done, self._what, self._next = 0, "", clock() + SILENT_SECONDS
+        self._first: tuple[float, int] | None = None  # after the first batch, before which statistics are estimated
 
     def begin(self, one: ScoringPass) -> None:
         """Name what is scored from now on."""
@@ -180,9 +189,12 @@ class ScoringProgress:
     def add(self, samples: int) -> None:
         """Count samples, and report if it is time to."""
         self._done, now = self._done + samples, self._clock()
-        if now >= self._next and self._done < self._total:
+        if self._first is None:
+            self._first = now, self._done
+        elif now >= self._next and self._done < self._total:
             self._next = now + REPORT_SECONDS
-            left = (now - self._began) * (self._total - self._done) / self._done
+            began, before = self._first
+            left = (now - began) * (self._total - self._done) / (self._done - before)
             row = {"text": self._what, "fraction": round(self._done / self._total, 6), "seconds_left": round(left, 1)}
             self._report({"kind": "scoring", **row})
 
