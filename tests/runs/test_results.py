@@ -228,3 +228,22 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None
     with pytest.raises(OSError, match="directory"):
         write_atomically(target, b"a folder cannot be replaced by a file")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["folder", "result.json"]
+
+
+def test_a_sample_of_the_train_data_is_scored_and_named(record: Record) -> None:
+    run = record(strategy="async", workers=2, train_score="7")
+    run.join_all()
+    run.push_at_random(10_000)
+    result = run.host.finish()
+    assert result["train_total"] == 7 < result["epoch_samples"]
+    (line,) = (line for line in closing_lines(result, None, "here") if line.startswith("Average train"))
+    assert line.endswith(f"on 7 of {result['epoch_samples']} samples")
+
+
+def test_a_folder_without_the_setting_scored_all_of_the_train_data(record: Record) -> None:
+    folder = record(strategy="async", workers=2).folder
+    text = folder.config_file.read_text()
+    assert folder.config().train_score == "10000"
+    lines = [line for line in text.splitlines(keepends=True) if not line.startswith(("# crc32", "train_score"))]
+    folder.config_file.write_text("".join(lines))
+    assert folder.config().train_score == "all"

@@ -95,9 +95,17 @@ def compare(rows: list[Row], width: int) -> str:
     more = [name.replace("_", "-") for name in differing if name not in shown]
     if more:
         lines.append(fold(f"they also differ in {', '.join(more)}: --csv has all", width))
+    if parts := {f"{row['train_total']:,} of {row['epoch_samples']:,}" for row in rows if _is_sampled(row)}:
+        lines.append(fold(f"train %: on {' or '.join(sorted(parts))} samples (--train-score)", width))
     if on_test := [row["run"] for row in rows if row["chosen_on"] == "test"]:
         lines.append(fold(f"best weights or end chosen on the test set: {', '.join(on_test)}", width))
     return "\n".join(lines)
+
+
+def _is_sampled(row: Row) -> bool:
+    """Whether the train data was scored on a sample of it."""
+    total, whole = row["train_total"], row["epoch_samples"]
+    return is_number(total) and is_number(whole) and total < whole
 
 
 def _metric_names(rows: list[Row]) -> list[str]:

@@ -135,6 +135,7 @@ def summarise(config: RunConfig, server: Server, seconds: float, scores: dict[st
         "rule_applied": server.rule.name,
         "average": average_in_words(config),
         **({"dataset": None, "model": None} if config.task is not None else {}),
+        **({"timing_only": True} if config.timing_only else {}),
         "codec": config.codec or "none",
         "pull_codec": config.pull_codec or "none",
         "epochs": config.epochs,

@@ -143,14 +143,14 @@ class ConnectionReport:
                 return
             self._lost_at = time.monotonic()
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
-        self._say(f"{what}: trying for {seconds_text(left)} more, until {until}")
+        self._say(f"{what}: trying for {seconds_text(round(left))} more, until {until}")
 
     def back(self) -> None:
         """The server has welcomed a connection."""
         with self._lock:
             since, self._lost_at = self._lost_at, None
         if since is not None:
-            self._say(f"the server at {self.address} is back after {seconds_text(time.monotonic() - since)}")
+            self._say(f"the server at {self.address} is back after {seconds_text(round(time.monotonic() - since))}")
 
     def dropped(self, reason: str) -> None:
         """The server goes on without a worker of this process, whose step has not ended."""

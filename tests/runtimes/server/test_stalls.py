@@ -136,7 +136,7 @@ def test_a_stalled_worker_is_dropped_by_its_limit_and_the_round_goes_on(tmp_path
     hang(one)
     version = one.run.server.version
     one.wait(5.0)
-    why = "worker 1 has made no step for 3.0 s; its usual step takes 20 ms: it is dropped (--stall 3)"
+    why = "worker 1 has made no step for 3 s; its usual step takes 20 ms: it is dropped (--stall 3)"
     assert one.dropped == [(1, why)] and one.run.host.lost == [1]
     assert one.run.server.version == version + 1, "the round closed without it"
     one.run.run_to_the_end()

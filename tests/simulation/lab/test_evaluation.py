@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.assembly.task import make_task
-from paceline.assembly.work import held_out
+from paceline.assembly.work import held_out, scored_train
 from paceline.config import RunConfig
 from paceline.data.datasets import Dataset
 from paceline.errors import UserError
@@ -39,6 +39,23 @@ def test_a_fold_is_scored_where_it_was_held_out(make_dataset: Callable[..., Data
             assert one.result[f"{name}_loss"] == pytest.approx(expected.loss, rel=1e-4)
             assert one.result[f"{name}_total"] == len(part)
         assert (one.result["test_accuracy"] is None) == (one.config.fold is not None)
+
+
+def test_runs_are_scored_on_the_sample_of_their_seed(make_dataset: Callable[..., Dataset]) -> None:
+    dataset = make_dataset(num_train=90)
+    parts = {"train_score": "20"}, {"train_score": "20", "seed": 1}, {"train_score": "20", "fold": "2/3"}
+    configs = [resolve(dataclasses.replace(SETTINGS, **part)) for part in (*parts, {"train_score": "none"})]
+    *sampled, none = run_rows(configs, dataset, torch.device("cpu"), lambda text, share: None)
+    assert none.result["train_total"] is None and none.result["test_total"] is not None
+    for one in sampled:
+        task, rows = (
+            make_task(one.config, dataset),
+            scored_train(held_out(dataset.train_labels, one.config)[0], one.config),
+        )
+        expected = task.evaluate(one.weights, None, task.train, torch.from_numpy(rows))
+        assert one.result["train_total"] == 20
+        assert one.result["train_correct"] == expected.correct
+        assert one.result["train_loss"] == pytest.approx(expected.loss, rel=1e-4)
 
 
 def test_averaged_and_live_weights_are_both_scored(make_dataset: Callable[..., Dataset]) -> None:

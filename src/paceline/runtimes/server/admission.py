@@ -83,7 +83,7 @@ class WorkerHosts:
         behind = since - place.clock if place.clock < since else min(0.0, now - place.clock)
         if abs(behind) > SKEW_SECONDS and place.machine not in self._off:
             self._off.add(place.machine)
-            off = f"{seconds_text(abs(behind))} {'behind' if behind > 0 else 'ahead of'} ours"
+            off = f"{seconds_text(round(abs(behind)))} {'behind' if behind > 0 else 'ahead of'} ours"
             what = f"the clock of worker {worker}'s machine is {off}: training does not mind, but dates of files and"
             yield f"{what} certificates will not agree; set it right"
 
@@ -231,7 +231,7 @@ class StartBarrier:
             host, port = parse_address(self._address)
             where = f"{socket.gethostname()}:{port}" if host in ANYWHERE else self._address
             here, expected = len(self._peers.by_worker), self._host.server.num_workers
-            what = f"{here} of {expected} workers are here after {seconds_text(seconds)}"
+            what = f"{here} of {expected} workers are here after {seconds_text(round(seconds))}"
             self._dispatcher.note(f"{what}: start the others with 'paceline worker --connect {where}'")
 
     def give_up_lost(self, now: float) -> None:

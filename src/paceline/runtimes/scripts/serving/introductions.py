@@ -169,7 +169,7 @@ class Introductions:
             self._remind_after *= 2.0
             here = f"{len(self.peers.by_worker)} of {self._run.server.max_workers} workers are here"
             self._control.note(
-                f"{here} after {seconds_text(seconds)}, and worker 0 has not called session.prepare(...) yet"
+                f"{here} after {seconds_text(round(seconds))}, and worker 0 has not called session.prepare(...) yet"
             )
 
     def _admit(self, applicants: list[JoinRequest]) -> None:
@@ -245,7 +245,7 @@ class Introductions:
         for peer in list(self.peers.by_worker.values()):
             if now - peer.last_heard > CEILING_SECONDS:
                 self._control.note(
-                    f"worker {peer.worker} was silent for {seconds_text(now - peer.last_heard)}: it is lost"
+                    f"worker {peer.worker} was silent for {seconds_text(round(now - peer.last_heard))}: it is lost"
                 )
                 self._forget(peer)
 
