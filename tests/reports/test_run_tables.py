@@ -147,8 +147,9 @@ def test_compare_shows_what_differs_and_all_there_is_as_csv_and_json(
     (runs / "notes.md").write_text("")
     assert main(["compare", *paths, str(runs / "notes.md")]) == 0
     out, error = capsys.readouterr()
-    head, first, second = (line.split() for line in out.splitlines())
-    assert head[:3] == ["run", "strategy", "workers"] and "lr" not in head  # the same for both
+    head, first, second, same, *_ = (line.split() for line in out.splitlines())
+    assert head[:2] == ["run", "strategy"] and "lr" not in head and "workers" not in head
+    assert " ".join(same).startswith("same for all: workers 2, model lenet5, data fashion-mnist,")
     assert (first[0], second[0]) == ("run1", "run0")
     assert f"{runs / 'notes.md'} is not a run folder and contains none: ignored" in error
     assert main(["compare", str(runs), "--csv"]) == 0
@@ -192,6 +193,92 @@ def test_no_line_is_longer_than_the_terminal(runs: Path, width: int) -> None:
     for text in (run_list(rows, "runs", width), compare(rows, width)):
         assert max(map(len, text.splitlines())) <= width
         assert all(word in text for word in ("status", "finished", "run0"))
+
+
+def own_run(runs: Path, name: str, metrics: dict[str, float], **settings: Any) -> RunFolder:
+    folder = RunFolder.create(RunConfig(runs=str(runs), name=name, workers=2, task="script:train", **settings))
+    names = {"task": "script:train", "model": "Net", "dataset": None}
+    folder.write_result({"status": "finished", **names, "reported": {"0": metrics}, "weights": "live"})
+    return folder
+
+
+def test_own_runs_show_their_names_and_what_they_reported(tmp_path: Path) -> None:
+    own_run(tmp_path, "low", {"accuracy": 80.5, "reward": 3.0}, lr=0.1)
+    own_run(tmp_path, "high", {"accuracy": 90.5, "reward": 2.0}, lr=0.2)
+    rows = choose(runs_in(tmp_path), [], "accuracy")
+    assert [row["run"] for row in rows] == ["high", "low"]
+    assert [row["run"] for row in choose(rows, ["accuracy<90"])] == ["low"]
+    for text in (run_list(rows, "runs", 100), compare(rows, 60)):
+        words = " ".join(text.split())
+        assert "Net" in words and "own data" in words and "accuracy" in words and "90.5" in words
+        assert "fashion-mnist" not in text and "lenet5" not in text
+        assert max(map(len, text.splitlines())) <= 100
+    assert "highest accuracy: high (90.5)" in compare(rows, 60)
+
+
+def test_a_metric_is_ordered_by_its_name_or_by_what_is_said_and_never_by_a_guess(tmp_path: Path) -> None:
+    own_run(tmp_path, "a", {"val_loss": 1.0, "reward": 3.0})
+    own_run(tmp_path, "b", {"val_loss": 2.0, "reward": 5.0})
+    rows = runs_in(tmp_path)
+    orders = {sort: names(choose(rows, [], sort)) for sort in ("val_loss", "max:reward", "min:reward", "max:val_loss")}
+    assert orders == {
+        "val_loss": ["a", "b"],
+        "max:reward": ["b", "a"],
+        "min:reward": ["a", "b"],
+        "max:val_loss": ["b", "a"],
+    }
+    with pytest.raises(UserError, match=r"is a higher or a lower reward better.*write max:reward or min:reward"):
+        choose(rows, [], "reward")
+    with pytest.raises(UserError, match="write FIELD, min:FIELD or max:FIELD"):
+        choose(rows, [], "most:reward")
+    text = compare(rows, 100)
+    assert "lowest val_loss: a (1)" in text and "est reward" not in text
+
+
+def test_a_folder_of_an_own_run_from_before_names_were_recorded_is_named_by_its_script(tmp_path: Path) -> None:
+    folder = own_run(tmp_path, "old", {})
+    folder.write_result({"status": "finished", "task": "script:train", "model": None, "dataset": None})
+    (row,) = runs_in(tmp_path)
+    assert (row["model"], row["dataset"]) == ("train.py", "own data")
+    folder.result_file.unlink()
+    assert runs_in(tmp_path)[0]["model"] == "train.py"
+    with EventLog(folder.events_file) as events:
+        events.write("run_started", 0.0, workers=2, model="Net", dataset="CIFAR10")
+        events.write("reported", 1.0, worker=0, figures={"accuracy": 70.0})
+    (row,) = runs_in(tmp_path)
+    assert (row["model"], row["dataset"], row["metrics"]) == ("Net", "CIFAR10", {"accuracy": 70.0})
+
+
+def test_runs_of_different_tasks_are_in_separate_tables(runs: Path) -> None:
+    own_run(runs, "own", {"accuracy": 90.0})
+    rows = [row for row in runs_in(runs) if row["run"] not in BROKEN]
+    first, second = compare(rows, 100).split("\n\n")
+    assert {first.splitlines()[0], second.splitlines()[0]} == {"fashion-mnist:", "train.py:"}
+    tables = {text.splitlines()[0]: text for text in (first, second)}
+    assert "run0" not in tables["train.py:"] and "own" not in tables["fashion-mnist:"]
+
+
+def test_a_long_table_is_cut_and_says_how_to_see_the_rest(runs: Path) -> None:
+    rows = runs_in(runs)
+    for text in (run_list(rows, "runs", 80, 4), compare(rows, 80, 4)):
+        assert "5 more: --all shows them, --where and --sort choose" in text
+    assert "more: --all" not in run_list(rows, "runs", 80) + compare(rows, 80)
+
+
+def test_long_names_are_shortened_as_far_as_they_stay_different(tmp_path: Path) -> None:
+    ends = ("0.1_momentum=0.9_nesterov=false_seed=1", "0.2_momentum=0.9_nesterov=false_seed=1")
+    for end in ends:
+        RunFolder.create(RunConfig(runs=str(tmp_path), name=f"strategy=async_batch_size=32_lr={end}"))
+    cells = [line.split()[0] for line in run_list(runs_in(tmp_path), "runs", 200).splitlines()[1:]]
+    assert len(set(cells)) == 2 and max(map(len, cells)) <= 32
+
+
+def test_the_rule_that_auto_chose_is_shown(tmp_path: Path) -> None:
+    for name, rule, applied in (("a", "auto", "foresight"), ("b", "plain", "plain"), ("c", "auto", None)):
+        folder = RunFolder.create(RunConfig(runs=str(tmp_path), name=name, rule=rule))
+        folder.write_result(finished(80.0, rule_applied=applied))
+    text = compare(choose(runs_in(tmp_path), [], "run"), 120)
+    assert "auto: foresight" in text and "scored weights live" in text
 
 
 CELLS = st.text("abc", max_size=12)

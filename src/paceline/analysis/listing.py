@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.analysis.naming import dataset_name, model_name, read_named_settings
-from paceline.analysis.reported import read_reported
+from paceline.analysis.reported import read_reported, reported_so_far
 from paceline.analysis.scored_weights import BY_WEIGHTS, SCORES, by_weights, comparable, kind_of
 from paceline.config import ALIASES, FIELDS, is_simulated
 from paceline.errors import UserError, unknown_name
 from paceline.runs.events import RowParser, read_tail
 from paceline.runs.folder import RunFolder
 from paceline.settings.rules import average_in_words
+from paceline.settings.stopping import BestMetric, is_lower_better
 from paceline.system.sealed_weights import check_weights
 from paceline.system.strict_json import is_number
 
@@ -30,7 +31,7 @@ FIGURES = (
 )
 ABOUT = (
     *("run", "path", "kind", "status", "fraction", "reason", "problem", "changed", "metrics", "reported_by"),
-    *("weights", "chosen_on"),
+    *("weights", "chosen_on", "rule_applied"),
 )
 SETTINGS = tuple(name for name in FIELDS if name not in ("name", "runs", "path"))
 KEYS = (*ABOUT, *SETTINGS, *FIGURES)  # the keys of a row, which `--where` and `--sort` accept
@@ -134,7 +135,7 @@ def _ended(result: dict[str, Any], weights: str) -> Row:
     figures = {name: result.get(name) if is_number(result.get(name)) else None for name in FIGURES}
     kind = {"kind": "lab"} if result.get("lab") else {}
     workers = {name: one.worker for name, one in read_reported(result).items()}
-    about = {name: result.get(name) for name in ("status", "reason", "chosen_on")}
+    about = {name: result.get(name) for name in ("status", "reason", "chosen_on", "rule_applied")}
     return {**figures, **kind, **about, "metrics": _metrics(result), "reported_by": workers or None}
 
 
@@ -155,6 +156,9 @@ def _so_far(folder: RunFolder) -> Row:
     if progress:
         row |= {name: progress[-1].get(name) for name in ("updates", "samples", "fraction")}
         row["train_seconds"] = progress[-1].get("now")
+    if reported := reported_so_far(events):
+        row["metrics"] = {name: one.value for name, one in reported.items() if is_number(one.value)} or None
+        row["reported_by"] = {name: one.worker for name, one in reported.items()}
     return row | {"problem": "; ".join(parser.notes()) or weights_problem(folder, {}, MAX_CHECKED_NBYTES)}
 
 
@@ -174,52 +178,80 @@ _TESTS = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.
 
 
 def choose(rows: Iterable[Row], where: list[str], sort: str | None = None, reverse: bool = False) -> list[Row]:
-    """Return the rows that meet every condition, sorted; rows without the sort field come last."""
-    conditions = [_condition(text) for text in where]
+    """Return the rows that meet every condition, sorted; rows without the sort field come last.
+
+    Fields are the keys of a row and the metrics that runs measured or reported.
+    """
+    rows = list(rows)
+    conditions = [_condition(text, rows) for text in where]
     kept = [row for row in rows if all(fits(row) for fits in conditions)]
     if sort is None:
         return kept[::-1] if reverse else kept
-    key = sort_key(kept, sort)
-    there = [row for row in kept if row[key] is not None]
-    there.sort(key=lambda row: (is_number(row[key]), row[key] if is_number(row[key]) else _text(row[key])))
-    if bool(DESCENDING.search(key)) != reverse:
+    order = sort_order(kept, sort)
+    values = [(row, value_of(row, order.metric)) for row in kept]
+    there = [(row, value) for row, value in values if value is not None]
+    there.sort(key=lambda one: (is_number(one[1]), one[1] if is_number(one[1]) else _text(one[1])))
+    if order.lower == reverse:
         there.reverse()
-    return there + [row for row in kept if row[key] is None]
+    return [row for row, _ in there] + [row for row, value in values if value is None]
 
 
-def sort_key(rows: list[Row], name: str) -> str:
-    """Return the key that `--sort NAME` sorts by: a score of averaged weights is not compared with one of live ones."""
-    key = _key(name, "--sort")
-    if key not in SCORES or all(row[key] is None for row in rows):
-        return key
-    common = comparable(rows, key)
-    if common is None:
-        why = "some of these runs have it for averaged weights only, others for live ones only"
-        raise UserError(f"--sort {name}: {why}: sort by averaged_{key} or live_{key}")
-    return common
+def value_of(row: Row, key: str) -> Any:
+    """Return a field of a row or, under another name, a metric; None if the run has none."""
+    return row[key] if key in KEYS else (row["metrics"] or {}).get(key)
 
 
-def _key(name: str, flag: str) -> str:
+def sort_order(rows: list[Row], name: str) -> BestMetric:
+    """Return what `--sort NAME` sorts by, and whether lower values come first.
+
+    A score of averaged weights is not compared with one of live ones. Of a metric that does not say by its name
+    whether lower is better, NAME says it: min:NAME or max:NAME.
+    """
+    way, _, asked = name.rpartition(":")
+    if way not in ("", "min", "max"):
+        raise UserError(f"--sort '{name}': write FIELD, min:FIELD or max:FIELD, as in max:f1")
+    key = _key(asked, "--sort", rows)
+    if key in SCORES and any(row[key] is not None for row in rows):
+        common = comparable(rows, key)
+        if common is None:
+            why = "some of these runs have it for averaged weights only, others for live ones only"
+            raise UserError(f"--sort {name}: {why}: sort by averaged_{key} or live_{key}")
+        key = common
+    if way:
+        return BestMetric(key, way == "min")
+    if key in KEYS:
+        return BestMetric(key, not DESCENDING.search(key))
+    lower = is_lower_better(key)
+    if lower is None:
+        why = f"is a higher or a lower {key} better? That name does not tell"
+        raise UserError(f"--sort {name}: {why}: write max:{key} or min:{key}")
+    return BestMetric(key, lower)
+
+
+def _key(name: str, flag: str, rows: Iterable[Row]) -> str:
     key = name.replace("-", "_")
     key = ALIASES.get(key, key)
-    if key not in KEYS:
-        raise UserError(f"{flag}: {unknown_name('field', name, KEYS)}")
-    return key
+    if key in KEYS:
+        return key
+    metrics = {metric for row in rows for metric in row["metrics"] or ()}
+    if name in metrics:
+        return name
+    raise UserError(f"{flag}: {unknown_name('field', name, (*KEYS, *sorted(metrics)))}")
 
 
-def _condition(text: str) -> Callable[[Row], bool]:
+def _condition(text: str, rows: Iterable[Row]) -> Callable[[Row], bool]:
     """Parse `lr>=0.01`, `strategy=async` or `strategy=bounded:*`; numbers compare as numbers, `none` as missing."""
     found = re.fullmatch(r"\s*([\w-]+)\s*(!=|>=|<=|=|>|<)\s*(.*?)\s*", text)
     if found is None:
         raise UserError(f"--where '{text}': write FIELD=VALUE, as in strategy=async, or with !=, <, <=, >, >=")
-    key, sign, wanted = _key(found[1], f"--where '{text}'"), found[2], found[3]
+    key, sign, wanted = _key(found[1], f"--where '{text}'", rows), found[2], found[3]
     if sign in ("=", "!="):
-        return lambda row: _is(row[key], wanted) == (sign == "=")
+        return lambda row: _is(value_of(row, key), wanted) == (sign == "=")
     try:
         limit = float(wanted)
     except ValueError:
         raise UserError(f"--where '{text}': {sign} takes a number, got '{wanted}'") from None
-    return lambda row: is_number(row[key]) and bool(_TESTS[sign](row[key], limit))
+    return lambda row: is_number(value := value_of(row, key)) and bool(_TESTS[sign](value, limit))
 
 
 def _is(value: Any, wanted: str) -> bool:

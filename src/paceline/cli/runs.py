@@ -13,7 +13,7 @@ from paceline.cli.arguments import Parser
 from paceline.cli.cluster import add_proof, chosen_tls
 from paceline.errors import UserError
 from paceline.system.strict_json import to_json
-from paceline.system.terminal import can_redraw, table_width, terminal_width
+from paceline.system.terminal import UNLIMITED_WIDTH, can_redraw, table_width, terminal_width
 
 STATUS_DESCRIPTION = """Show the state of a run, how each worker spends its time, and which worker is slow and why.
 
@@ -66,19 +66,30 @@ def status_verb(arguments: list[str]) -> int:
 def _add_selection(parser: Parser) -> None:
     where = "list only runs with this value, as in strategy=async, 'strategy=bounded:*', 'lr>=0.01'; may be repeated"
     parser.add("--where", where, action="append", default=[], metavar="FIELD=VALUE")
-    order = "sort by a setting or a result: accuracies and speeds highest first, others lowest first"
+    order = (
+        "sort by a setting, a result or a reported metric: accuracies and speeds highest first, others lowest first; "
+        "or say it with max:FIELD or min:FIELD"
+    )
     parser.add("--sort", order, metavar="FIELD")
     parser.add("--reverse", "reverse the order", action="store_true")
+    parser.add("--all", "show all runs, also of a long table", action="store_true")
     parser.add_either(json="print all settings and results as JSON", csv="print all settings and results as CSV")
+
+
+def _most(parsed: argparse.Namespace) -> int | None:
+    """The most runs in a table: all if asked for, or if the output goes to a file or another program."""
+    from paceline.reports.run_tables import MAX_RUNS
+
+    return None if parsed.all or table_width() == UNLIMITED_WIDTH else MAX_RUNS
 
 
 def _choose(found: list[dict[str, Any]], parsed: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the chosen rows in order; if they mix averaged and live weights, say which of the two sorts them."""
-    from paceline.analysis.listing import choose, sort_key
+    from paceline.analysis.listing import choose, sort_order
 
     rows = choose(found, parsed.where, parsed.sort, parsed.reverse)
     if parsed.sort is not None and len({row["weights"] for row in rows if row["status"] != "damaged"}) > 1:
-        asked, key = parsed.sort.replace("-", "_"), sort_key(rows, parsed.sort)
+        asked, key = parsed.sort.rpartition(":")[2].replace("-", "_"), sort_order(rows, parsed.sort).metric
         if key.endswith(f"_{asked}"):
             print(f"paceline: sorted by {key}, which all of these runs have", file=sys.stderr)
     return rows
@@ -105,7 +116,7 @@ def list_verb(arguments: list[str]) -> int:
     from paceline.reports.run_tables import run_list
 
     rows = _choose(runs_in(Path(parsed.folder)), parsed)
-    _print_runs(rows, parsed, run_list(rows, parsed.folder, table_width()))
+    _print_runs(rows, parsed, run_list(rows, parsed.folder, table_width(), _most(parsed)))
     return 0
 
 
@@ -123,5 +134,5 @@ def compare_verb(arguments: list[str]) -> int:
     rows = _choose(found, parsed)
     if not rows:
         raise UserError(f"none of {len(found)} runs fits --where {' --where '.join(parsed.where)}: ask for less")
-    _print_runs(rows, parsed, compare(rows, table_width()))
+    _print_runs(rows, parsed, compare(rows, table_width(), _most(parsed)))
     return 0

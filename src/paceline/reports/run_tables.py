@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from paceline.analysis.listing import SETTINGS, Row
-from paceline.analysis.scored_weights import KINDS, SHORT
+from paceline.analysis.listing import SETTINGS, Row, value_of
+from paceline.analysis.naming import own_source
+from paceline.analysis.scored_weights import KINDS, SHORT, comparable
 from paceline.reports.status_table import MAX_LETTERS
-from paceline.reports.tables import Column, fit_table
+from paceline.reports.tables import Column, fit_table, shortened
+from paceline.settings.stopping import BestMetric, is_lower_better
 from paceline.system.strict_json import is_number
 from paceline.system.terminal import fold, printable
 
 MAX_DIFFERENCES = 6  # settings with a column; the others are listed below the table
 IGNORED_SETTINGS = (
     *("data_dir", "track", "keep", "checkpoint_every", "restart", "restart_workers", "recovery", "durable", "threads"),
-    *("model", "like", "mirror", "keep_going"),
+    *("like", "mirror", "task", "name", "keep_going"),
 )
 """Settings that do not affect how runs compare, or that have a column anyway."""
 COMPARED = [name for name in SETTINGS if name not in IGNORED_SETTINGS]
+FIRST = ("strategy", "workers", "model", "rule", "lr", "average")  # settings that come first if they differ
+SHARED = ("strategy", "workers", "model", "dataset", "rule", "optimizer", "lr", "epochs", "steps", "weights", "seed")
+"""Settings that are named below the table if they are the same for all runs."""
+MAX_METRICS = 4  # metrics of own code with a column
+MAX_RUNS = 40  # of a table on a terminal
+MAX_NAME = 32  # characters of a run's name
 
 
 class FigureColumn(NamedTuple):
@@ -49,52 +59,91 @@ FIGURES = (
 LEGEND = "live: the weights that are trained; avg: their running average (--average)"
 
 
-def run_list(rows: list[Row], where: str, width: int) -> str:
-    """Return one line per run, then the problems of damaged runs."""
+def run_list(rows: list[Row], where: str, width: int, most: int | None = None) -> str:
+    """Return one line per run, at most so many, then the problems of damaged runs."""
     if not rows:
         return f"no runs in {where} match: 'paceline list {where}' shows all, 'paceline train' creates one"
+    shown, names = rows[:most], _short_names(rows[:most])
+    scored = any(row[one.key] is not None for one in TEST_ACCURACIES for row in shown)
+    metrics = metric_names(shown)[:MAX_METRICS]
     columns: list[tuple[Column, Callable[[Row], str]]] = [
-        (Column("run", 0), lambda row: row["run"]),
+        (Column("run", 0), lambda row: names[row["run"]]),
         (Column("strategy", 5), lambda row: str(row["strategy"] or "-")),
-        (Column("model", 2), lambda row: str(row["model"] or "-")),
+        (Column("model", 3), lambda row: str(row["model"] or "-")),
+        (Column("data", 2), lambda row: str(row["dataset"] or "-")),
         (Column("workers", 3), lambda row: str(row["workers"] or "-")),
         (Column("status", 0), _status),
         *((Column(one.head, 4), lambda row, one=one: _number(row[one.key], one.form)) for one in TEST_ACCURACIES),
-        *((Column(name, 2), lambda row, name=name: _metric(row, name)) for name in _metric_names(rows)),
+        *((Column(name, 3 if scored else 6), lambda row, name=name: _metric(row, name)) for name in metrics),
         (Column("changed", 1), lambda row: time.strftime("%Y-%m-%d %H:%M", time.localtime(row["changed"]))),
     ]
-    text = fit_table([column for column, _ in columns], [[cell(row) for _, cell in columns] for row in rows], width)
-    return "\n".join([text, *_legend(text, rows, width), *_problems(rows, width)])
+    text = fit_table([column for column, _ in columns], [[cell(row) for _, cell in columns] for row in shown], width)
+    lines = [text, *_cut(rows, shown, width), *_legend(text, shown, width)]
+    return "\n".join([*lines, *_problems(shown, width)])
 
 
-def compare(rows: list[Row], width: int) -> str:
-    """Return one line per run with differing settings and results; then problems and further differences."""
+def compare(rows: list[Row], width: int, most: int | None = None) -> str:
+    """Return a table for each data set or own task: settings that differ, results; then what is the same for all.
+
+    Runs of different tasks are not compared. A table has at most `most` runs.
+    """
+    groups: dict[str | None, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(_task_of(row), []).append(row)
+    damaged = groups.pop(None, [])
+    if not groups:
+        return _group(damaged, width, most)
+    if len(groups) == 1:
+        return _group([*next(iter(groups.values())), *damaged], width, most)
+    parts = [f"{printable(str(name))}:\n{_group(group, width, most)}" for name, group in groups.items()]
+    return "\n\n".join([*parts, *([_group(damaged, width, most)] if damaged else [])])
+
+
+def _task_of(row: Row) -> str | None:
+    """Return what the runs that a run is compared with share: the data set, or the own task; None if damaged."""
+    if row["strategy"] is None:
+        return None
+    return own_source(row) or str(row["dataset"])
+
+
+def _group(rows: list[Row], width: int, most: int | None) -> str:
     sound = [row for row in rows if row["strategy"] is not None]
-    differing = [name for name in COMPARED if len({str(row[name]) for row in sound}) > 1]
-    shown = list(dict.fromkeys(["strategy", "workers", *differing]))[:MAX_DIFFERENCES]
-    figures = [figure for figure in FIGURES if any(row[figure.key] is not None for row in rows)]
-    if not any(row["dropped_pushes"] for row in rows):
+    differing = [name for name in COMPARED if len({_setting(row, name) for row in sound}) > 1]
+    ordered = sorted(differing, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
+    settings = ordered[:MAX_DIFFERENCES] if len(sound) > 1 else ["strategy", "workers"]
+    shown, names = rows[:most], _short_names(rows[:most])
+    figures = [figure for figure in FIGURES if any(row[figure.key] is not None for row in shown)]
+    if not any(row["dropped_pushes"] for row in shown):
         figures = [figure for figure in figures if figure.key != "dropped_pushes"]
-    telling = {name: 5 if name not in differing else 10 if name == "strategy" else 8 for name in shown}
-    columns = [Column("run", 0), *(Column(name.replace("_", "-"), drop_order) for name, drop_order in telling.items())]
-    metrics = _metric_names(rows)
-    columns += [*(Column(figure.head, figure.drop_order) for figure in figures), *(Column(name, 5) for name in metrics)]
-    columns.append(Column("status", 0))
+    metrics = metric_names(shown)
+    scored = any(row[one.key] is not None for one in TEST_ACCURACIES for row in shown)
+    same_status = len(rows) > 1 and len({_status(row) for row in rows}) == 1 and bool(sound)
+    columns = [Column("run", 0)]
+    columns += [Column(_flag(name), 10 if name == "strategy" else 8) for name in settings]
+    columns += [Column(figure.head, figure.drop_order) for figure in figures]
+    columns += [Column(name, 5 if scored else 9) for name in metrics[:MAX_METRICS]]
+    columns += [] if same_status else [Column("status", 0)]
     cells = [
         [
-            row["run"],
-            *(_setting(row[name]) for name in shown),
+            names[row["run"]],
+            *(_setting(row, name) for name in settings),
             *(_number(row[figure.key], figure.form) for figure in figures),
-            *(_metric(row, name) for name in metrics),
-            _status(row),
+            *(_metric(row, name) for name in metrics[:MAX_METRICS]),
+            *([] if same_status else [_status(row)]),
         ]
-        for row in rows
+        for row in shown
     ]
     text = fit_table(columns, cells, width)
-    lines = [text, *_legend(text, rows, width), *_problems(rows, width)]
-    more = [name.replace("_", "-") for name in differing if name not in shown]
+    lines = [text, *_cut(rows, shown, width)]
+    if len(sound) > 1:
+        same = [f"{_flag(name)} {_setting(sound[0], name)}" for name in SHARED if name not in differing]
+        same = [part for part in same if not part.endswith(" -")]
+        same += [f"status {_status(rows[0])}"] if same_status else []
+        lines += [fold(printable(f"same for all: {', '.join(same)}", MAX_LETTERS), width)] if same else []
+    lines += _best_lines(sound, names, width) + _legend(text, rows, width) + _problems(shown, width)
+    more = [*map(_flag, ordered[MAX_DIFFERENCES:]), *(f"metric {name}" for name in metrics[MAX_METRICS:])]
     if more:
-        lines.append(fold(f"they also differ in {', '.join(more)}: --csv has all", width))
+        lines.append(fold(f"they also differ in {', '.join(more)}: --json has all", width))
     if parts := {f"{row['train_total']:,} of {row['epoch_samples']:,}" for row in rows if _is_sampled(row)}:
         lines.append(fold(f"train %: on {' or '.join(sorted(parts))} samples (--train-score)", width))
     if on_test := [row["run"] for row in rows if row["chosen_on"] == "test"]:
@@ -108,7 +157,54 @@ def _is_sampled(row: Row) -> bool:
     return is_number(total) and is_number(whole) and total < whole
 
 
-def _metric_names(rows: list[Row]) -> list[str]:
+def _best_lines(rows: list[Row], names: dict[str, str], width: int) -> list[str]:
+    """Name the run with the best test accuracy or, without one, that with the best of the metrics that tell."""
+    key = comparable(rows, "test_accuracy")
+    if any(row["test_accuracy"] is not None for row in rows):
+        orders = [(BestMetric(key, False), f"test accuracy, {key.partition('_')[0]} weights", ".2f")] if key else []
+    else:
+        known = [(name, is_lower_better(name)) for name in metric_names(rows)[:MAX_METRICS]]
+        orders = [(BestMetric(name, lower), name, ".4g") for name, lower in known if lower is not None]
+    lines = []
+    for order, what, form in orders:
+        found = {row["run"]: value_of(row, order.metric) for row in rows if row["status"] == "finished"}
+        values = {name: value for name, value in found.items() if value is not None}
+        if len(values) > 1:
+            best = (min if order.lower else max)(values, key=lambda name: values[name])
+            word = "lowest" if order.lower else "highest"
+            lines.append(fold(f"{word} {what}: {names.get(best, best)} ({values[best]:{form}})", width))
+    return lines
+
+
+def _short_names(rows: list[Row]) -> dict[str, str]:
+    """Return what to call each run: of long names only the parts that differ, and no two runs alike.
+
+    >>> list(_short_names([{"run": f"strategy=async_batch_size=32_lr={lr}_seed=0"} for lr in (0.1, 0.2)]).values())
+    ['…lr=0.1…', '…lr=0.2…']
+    """
+    full = [row["run"] for row in rows]
+    if max(map(len, full), default=0) <= MAX_NAME:
+        return dict(zip(full, full, strict=True))
+    before = len(re.sub(r"[^_/-]*$", "", os.path.commonprefix(full)))
+    behind = len(re.sub(r"[^_/-]*$", "", os.path.commonprefix([name[before:][::-1] for name in full])))
+    parts = full if len(full) == 1 else [_inner(name, before, behind) for name in full]
+    short = [shortened(name, MAX_NAME) for name in parts]
+    return dict(zip(full, short if len(set(short)) == len(set(full)) else parts, strict=True))
+
+
+def _inner(name: str, before: int, behind: int) -> str:
+    """Replace the first and the last characters by an ellipsis each, if that saves any."""
+    start = f"…{name[before:]}" if before > 1 else name
+    return f"{start[:-behind]}…" if behind > 1 else start
+
+
+def _cut(rows: list[Row], shown: list[Row], width: int) -> list[str]:
+    left = len(rows) - len(shown)
+    return [fold(f"{left:,} more: --all shows them, --where and --sort choose", width)] if left else []
+
+
+def metric_names(rows: list[Row]) -> list[str]:
+    """Return the names of all metrics of the runs, in their order."""
     return list(dict.fromkeys(name for row in rows for name in row["metrics"] or {}))
 
 
@@ -136,7 +232,15 @@ def _status(row: Row) -> str:
     return f"{row['status']}{done}"
 
 
-def _setting(value: Any) -> str:
+def _flag(name: str) -> str:
+    return {"dataset": "data", "weights": "scored weights"}.get(name, name.replace("_", "-"))
+
+
+def _setting(row: Row, name: str) -> str:
+    """Return a setting as a cell; of an automatic rule also the rule that it chose."""
+    value = row[name]
+    if name == "rule" and value == "auto" and row["rule_applied"]:
+        return f"auto: {row['rule_applied']}"
     if value is None:
         return "-"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -65,11 +65,11 @@ def fit_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: i
         kept.remove(min(leaving, key=lambda place: (columns[place].drop_order, -place)))
     longest = max(len(row[0]) for row in [*rows, [columns[0].head]])
     room = max(MIN_LETTERS, longest - (widest - width))
-    short = [[_shortened(row[0], room), *(row[place] for place in kept[1:])] for row in rows]
+    short = [[shortened(row[0], room), *(row[place] for place in kept[1:])] for row in rows]
     return table([columns[place].head for place in kept], short)
 
 
-def _shortened(text: str, room: int) -> str:
+def shortened(text: str, room: int) -> str:
     """Return the text, with its middle replaced by an ellipsis if it is too long."""
     if len(text) <= room:
         return text

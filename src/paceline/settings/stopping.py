@@ -46,6 +46,23 @@ class BestMetric:
         return f"{'min' if self.lower else 'max'}:{self.metric}"
 
 
+_LOWER = re.compile(r"loss|perplexity|ppl|error|mae|r?mse|mape|nll|wer|cer|fid|bpb|bpc|seconds")
+_HIGHER = re.compile(
+    r"accuracy|acc|acc[1-5]|top[1-5]|f1|auc|auroc|precision|recall|bleu|rouge|m?iou|m?ap|dice|psnr|ssim|r2"
+)
+
+
+def is_lower_better(metric: str) -> bool | None:
+    """Whether lower values of a metric are better, by the words of its name; None if they do not tell.
+
+    >>> is_lower_better("val_loss"), is_lower_better("accuracy"), is_lower_better("reward")
+    (True, False, None)
+    """
+    words = metric.lower().split("_")
+    found = {lower for word in words for lower, known in ((True, _LOWER), (False, _HIGHER)) if known.fullmatch(word)}
+    return found.pop() if len(found) == 1 else None
+
+
 @cache
 def parse_goal(text: str) -> StoppingGoal:
     """Parse `METRIC<=VALUE` or `METRIC>=VALUE`, once for each text.
