@@ -18,7 +18,8 @@ def show(folder: Any, result: dict[str, Any], as_json: bool) -> int:
     from paceline.data.datasets import DATASETS
 
     info = DATASETS.get(result["dataset"]) if result["task"] is None else None
-    lines = closing_lines(result, info.classes if info is not None else None, str(folder.path))
+    shown = {**result, "reason": None} if result["status"] in FAILED else result  # its reason is the last line
+    lines = closing_lines(shown, info.classes if info is not None else None, str(folder.path))
     stream = sys.stderr if as_json else sys.stdout
     print(fold_for(stream, lines), file=stream)
     if as_json:

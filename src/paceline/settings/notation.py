@@ -27,7 +27,8 @@ def name_and_argument(kind: str, text: str, letters: Mapping[str, str]) -> tuple
         raise unknown_name(kind, name, letters)
     letter = letters[name]
     if bool(letter) != bool(colon):
-        raise UserError(f"{kind} '{text}': write {f'{name}:{letter}' if letter else name}")
+        form = f"{name}:{letter}, with a number for {letter}" if letter else f"{name}, without a number"
+        raise UserError(f"{kind} '{text}': write {form}")
     return name, argument
 
 

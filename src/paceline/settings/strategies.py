@@ -128,6 +128,7 @@ STRATEGIES = {
             Feature.RESTART: "trains in the process of this command, which nothing starts again: leave it out, "
             "'paceline resume' goes on after a kill",
             Feature.RESTART_WORKERS: "has no worker processes: leave it out, 'paceline resume' goes on after a kill",
+            Feature.RING_PATH: "is one worker, with nobody to exchange with; use allreduce, local:H or diloco:H",
             Feature.DROPPING_RULE: "has no stale pushes: use --strategy async",
         },
     ),

@@ -134,5 +134,5 @@ def _few_exchanges(config: RunConfig) -> str | None:
     epochs = f"{config.epochs:g} epochs" if config.epochs != 1 else "1 epoch"
     return (
         f"strategy {config.strategy} with {config.workers} workers exchanges only {often} in {epochs}: "
-        f"{strategy.name}:{max(1, most)} would exchange {MIN_EXCHANGES} times"
+        f"{strategy.name}:{max(1, most)} would exchange {min(int(batches), MIN_EXCHANGES)} times or more"
     )
