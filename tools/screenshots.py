@@ -32,13 +32,13 @@ FAULTS = """
 [[fault]]
 kind = "crash"
 worker = 2
-at = 3
-restart_after = 2
+at = 1
+restart_after = 1
 
 [[fault]]
 kind = "crash"
 worker = 1
-at = 8
+at = 3
 """
 
 
@@ -58,7 +58,7 @@ def make_runs(folder: Path) -> None:
     """Make a real run with two crashes, and simulated sync and async runs of 1 to 8 workers."""
     folder.mkdir(parents=True)
     (folder / "faults.toml").write_text(FAULTS)
-    crashes = ["--workers", "3", "--epochs", "5", "--eval-every", "0.25", "--eval-train", "--faults", "faults.toml"]
+    crashes = ["--workers", "3", "--epochs", "8", "--eval-every", "0.25", "--eval-train", "--faults", "faults.toml"]
     paceline(folder, "train", *COMMON, *crashes, "--strategy", "async", "--schedule", "cosine", "--name", "async-3")
     cluster = ["--speeds", "lognormal:30ms,.4", "--link", "1gbit,0.2ms", "--epochs", "1", "--eval-every", "0.125"]
     for strategy in ("sync", "async"):
