@@ -32,13 +32,13 @@ FAULTS = """
 [[fault]]
 kind = "crash"
 worker = 2
-at = 3
-restart_after = 2
+at = 1
+restart_after = 1
 
 [[fault]]
 kind = "crash"
 worker = 1
-at = 8
+at = 3
 """
 
 
@@ -58,7 +58,7 @@ def make_runs(folder: Path) -> None:
     """Make a real run with two crashes, and simulated sync and async runs of 1 to 8 workers."""
     folder.mkdir(parents=True)
     (folder / "faults.toml").write_text(FAULTS)
-    crashes = ["--workers", "3", "--epochs", "5", "--eval-every", "0.25", "--eval-train", "--faults", "faults.toml"]
+    crashes = ["--workers", "3", "--epochs", "8", "--eval-every", "0.25", "--eval-train", "--faults", "faults.toml"]
     paceline(folder, "train", *COMMON, *crashes, "--strategy", "async", "--schedule", "cosine", "--name", "async-3")
     cluster = ["--speeds", "lognormal:30ms,.4", "--link", "1gbit,0.2ms", "--epochs", "1", "--eval-every", "0.125"]
     for strategy in ("sync", "async"):
@@ -121,7 +121,7 @@ def photograph_live(folder: Path, output: Path) -> None:
     chromium()
     program, runs = [sys.executable, "-m", "paceline"], str(folder / "watched")
     brief = ["--strategy", "sync", "--workers", "2", "--epochs", "3", "--eval-every", "0.5", "--name", "sync-2"]
-    endless = ["--strategy", "async", "--workers", "4", "--delay", "20ms@2", "--epochs", "100", "--eval-every", "0.5"]
+    endless = ["--strategy", "async", "--workers", "4", "--delay", "20ms@2", "--epochs", "400", "--eval-every", "0.5"]
     shutil.rmtree(runs, ignore_errors=True)
     paceline(folder, "train", *COMMON[:2], "--runs", runs, *brief)
     command = [*program, "train", *COMMON[:2], "--runs", runs, *endless, "--name", "async-4"]
@@ -132,7 +132,7 @@ def photograph_live(folder: Path, output: Path) -> None:
         address = watching.stdout.readline().split()[-1]
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, Browser(Path(profile)) as browser:
             browser.open(address)
-            browser.wait_for("document.title.startsWith('4 %')", LIVE_SECONDS)
+            browser.wait_for("parseInt(document.title) >= 1", LIVE_SECONDS)
             for width, height in LIVE_WIDTHS.items():
                 for scheme in SCHEMES:
                     browser.show(width, height, dark=scheme == "dark")

@@ -64,8 +64,9 @@ function classesSpec(seen) {
   const low = (row) => Math.min(...row.values.filter(known));
   const shown = rows.length > 20 ? rows.sort((a, b) => low(a) - low(b)).slice(0, 20) : rows;
   const look = scored.map(({ number }) => colourOf(number));
-  const lowest = [...rows].sort((a, b) => low(a) - low(b))[0].name;
-  const captions = [`${scored[0].run.figures.weights} weights; lowest: ${lowest}`];
+  const [first, second] = [...rows].sort((a, b) => low(a) - low(b));
+  const lowest = second && low(first) < low(second) ? first.name : null;
+  const captions = [`${scored[0].run.figures.weights} weights${lowest === null ? "" : `; lowest: ${lowest}`}`];
   if (others.length) captions.push(`not shown: ${others.map(({ run }) => run.short).slice(0, 3).join(", ")}${others.length > 3 ? ", …" : ""}, scored on ${others[0].run.figures.weights} weights`);
   if (rows.length > 20) captions.push(`the 20 lowest of ${rows.length} classes`);
   return { rows: shown, single: false, lowest, colours: look, names: scored.map(({ run }) => run.short), label: "accuracy (%)",
