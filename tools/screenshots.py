@@ -2,7 +2,8 @@
 
     python tools/screenshots.py [--keep DIR] [--output DIR] [--only report|compared|many|live ...]
 
-`many` is 18 runs of a sweep, for looking at: by default it is not made. Each page is captured 1280 and 400 pixels wide, light and dark, cropped to its content and reduced to 128 colours.
+`many` is 18 runs of a sweep, for looking at: by default it is not made. Each page is captured 1280 and 400 pixels
+wide, light and dark, cropped to its content and reduced to 128 colours.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from paceline.system.strict_json import is_number
 Row = dict[str, Any]
 FIGURES = (
     *("updates", "samples", "train_seconds", "samples_per_second", *SCORES, *BY_WEIGHTS),
-    *("staleness_mean", "staleness_max"),
+    *("train_total", "epoch_samples", "staleness_mean", "staleness_max"),
     *("dropped_pushes", "late_pushes", "lost_pushes", "bytes_pushed", "bytes_pulled", "num_parameters", "resumes"),
 )
 ABOUT = (

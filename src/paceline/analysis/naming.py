@@ -62,8 +62,8 @@ def subject(facts: Facts) -> str:
 def title(facts: Facts) -> str:
     """The headline of a run.
 
-    >>> title({"strategy": "async", "workers": 4, "task": "script:train", "model": "Net", "dataset": None})
-    'async, 4 workers: Net on own data (train.py)'
+    >>> title({"strategy": "bounded:2", "workers": 4, "task": "script:train", "model": "Net", "dataset": None})
+    'bounded:2, 4 workers: Net on own data (train.py)'
     """
     workers = facts.get("workers") or 1
     return f"{facts.get('strategy')}, {workers:,} worker{'s' if workers != 1 else ''}: {subject(facts)}"

@@ -312,7 +312,7 @@ def _scores(result: dict[str, Any]) -> list[str]:
         if loss is not None:
             values.append(f"loss {loss:.4f}" if values else f"{loss:.4f}")
         values += [f"{name} {_measured(value)}" for name, value in (result.get(f"{which}_metrics") or {}).items()]
-        if values and which == "train" and (total or 0) < (whole := result.get("epoch_samples") or 0):
+        if values and which == "train" and total is not None and total < (whole := result.get("epoch_samples") or 0):
             values.append(f"on {total:,} of {whole:,} samples")
         if values:
             found.append((f"Average {which} {'accuracy' if accuracy is not None else 'loss'}:", ", ".join(values)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import re
 import time
 from collections.abc import Callable
@@ -185,11 +185,17 @@ def _short_names(rows: list[Row]) -> dict[str, str]:
     full = [row["run"] for row in rows]
     if max(map(len, full), default=0) <= MAX_NAME:
         return dict(zip(full, full, strict=True))
-    before = len(re.sub(r"[^_/-]*$", "", os.path.commonprefix(full)))
-    behind = len(re.sub(r"[^_/-]*$", "", os.path.commonprefix([name[before:][::-1] for name in full])))
+    before = _shared(full)
+    behind = _shared([name[before:][::-1] for name in full])
     parts = full if len(full) == 1 else [_inner(name, before, behind) for name in full]
     short = [shortened(name, MAX_NAME) for name in parts]
     return dict(zip(full, short if len(set(short)) == len(set(full)) else parts, strict=True))
+
+
+def _shared(names: list[str]) -> int:
+    """Return the length of the whole words that all names begin with."""
+    alike = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    return len(re.sub(r"[^_/-]*$", "", "".join(letters[0] for letters in alike)))
 
 
 def _inner(name: str, before: int, behind: int) -> str:

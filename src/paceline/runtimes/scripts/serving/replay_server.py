@@ -59,7 +59,7 @@ def receive(peer: SharedMemoryPeer, patience: float, what: str) -> Hello | Push 
         while isinstance(message := peer.receive(), ReportedFigures):
             pass
     except TimeoutError:
-        silence = f"worker {peer.worker} was silent for {seconds_text(round(patience))}, but the log has {what} of it"
+        silence = f"worker {peer.worker} was silent for {seconds_text(patience)}, but the log has {what} of it"
         raise RunFailed(f"{silence}: the script waits for something, or does other work than in the run") from None
     except ProtocolError as error:
         raise RunFailed(f"{error}: the script does other work than in the run") from None

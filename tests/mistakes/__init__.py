@@ -1,0 +1,1 @@
+"""Mistakes of a first hour, and what Paceline answers to each."""

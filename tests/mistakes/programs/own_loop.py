@@ -1,0 +1,34 @@
+"""A loop whose mistake is the word behind its name."""
+
+import sys
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+mistake = sys.argv[1] if len(sys.argv) > 1 else "none"
+if mistake == "before-join":
+    raise RuntimeError("no such data")
+
+import paceline  # noqa: E402
+
+session = paceline.join()
+data = TensorDataset(torch.rand(256, 2), torch.arange(256) % 2)
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if mistake != "no-prepare":
+    model, optimizer, loader = session.prepare(model, optimizer, DataLoader(data, batch_size=8))
+else:
+    loader = DataLoader(data, batch_size=8)
+for step, (x, y) in enumerate(loader):
+    optimizer.zero_grad()
+    loss = torch.nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    if step == 4 and mistake == "one-raises" and session.rank == 1:
+        raise RuntimeError("this sample is broken")
+    if step == 4 and mistake == "all-raise":
+        raise ValueError("this sample is broken")
+    if step == 4 and mistake == "one-exits" and session.rank == 1:
+        sys.exit(3)
+if mistake != "no-finish":
+    session.finish()
