@@ -24,11 +24,15 @@ for step, (x, y) in enumerate(loader):
     loss = torch.nn.functional.cross_entropy(model(x), y)
     loss.backward()
     optimizer.step()
-    if step == 4 and mistake == "one-raises" and session.rank == 1:
-        raise RuntimeError("this sample is broken")
-    if step == 4 and mistake == "all-raise":
+    if step < 4:
+        continue
+    if mistake == "all-raise" or (mistake == "one-raises" and session.worker == 1):
         raise ValueError("this sample is broken")
-    if step == 4 and mistake == "one-exits" and session.rank == 1:
+    if mistake == "one-exits" and session.worker == 1:
         sys.exit(3)
+    if mistake == "one-ends" and session.worker == 1:
+        sys.exit(0)
+    if mistake == "one-breaks" and session.worker == 1:
+        break
 if mistake != "no-finish":
     session.finish()
