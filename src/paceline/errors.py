@@ -20,6 +20,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 MAX_NAMED = 30  # up to this many known names are all listed beside the nearest ones
+OTHER_NAMES = {
+    "learning_rate": "lr",
+    "batch": "batch_size",
+    "bs": "batch_size",
+    "num_epochs": "epochs",
+    "max_epochs": "epochs",
+    "max_steps": "steps",
+    "num_workers": "workers",
+    "nproc": "workers",
+    "nproc_per_node": "workers",
+    "world_size": "workers",
+    "wd": "weight_decay",
+    "clip_grad_norm": "clip",
+    "output_dir": "runs",
+}
+"""What other programs call our settings: such a name is offered first."""
 
 SERVER_GONE = "the server of this run is gone"
 """What a worker says whose connection to the server has ended."""
@@ -101,13 +117,26 @@ def unknown_name(kind: str, asked: str, known: Iterable[str]) -> UserError:
     >>> print(unknown_name("model", "lenet", ["lenet5", "cnn"]))
     unknown model 'lenet': did you mean 'lenet5'? Known: cnn, lenet5
     """
-    import difflib  # the overview of the command line does without it
-
     names = sorted(known)
-    near = difflib.get_close_matches(asked, names, n=3, cutoff=0.5)
+    near = nearest_names(asked, names)
     offer = "did you mean " + " or ".join(f"'{name}'" for name in near) + "?" if near else ""
     known_ones = f"Known: {', '.join(names)}" if not near or len(names) <= MAX_NAMED else ""
     return UserError(f"unknown {kind} '{asked}': {' '.join(filter(None, (offer, known_ones)))}")
+
+
+def nearest_names(asked: str, known: Iterable[str], most: int = 3) -> list[str]:
+    """The known names that an unknown one may stand for: what other programs call it, else names spelled alike.
+
+    >>> nearest_names("learning_rate", ["aggregate", "lr"]), nearest_names("--momentun", ["--momentum", "--lr"])
+    (['lr'], ['--momentum'])
+    """
+    import difflib  # the overview of the command line does without it
+
+    names = list(known)
+    dashes = "--" if asked.startswith("--") else ""
+    meant = OTHER_NAMES.get(asked.removeprefix("--").replace("-", "_"), "")
+    meant = dashes + (meant.replace("_", "-") if dashes else meant)
+    return [meant] if meant in names else difflib.get_close_matches(asked, names, n=most, cutoff=0.5)
 
 
 def mismatched_keys(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:

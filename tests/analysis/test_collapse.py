@@ -119,7 +119,7 @@ def test_a_run_at_a_far_too_high_lr_collapses_and_says_so_everywhere(
     assert result["status"] == "collapsed" and result["train_accuracy"] < 12.0
     line = next(line for line in said.err.splitlines() if line.startswith("paceline: training collapsed"))
     assert result["reason"] in " ".join(said.err.split()) and line
-    assert f"--lr {TOO_HIGH / 2:g} (now {TOO_HIGH:g}), --warmup 0.05 or fewer --workers (now 4," in result["reason"]
+    assert f"--lr {TOO_HIGH / 10:g} (now {TOO_HIGH:g}), --warmup 0.05 or fewer --workers (now 4," in result["reason"]
     for verb in (["list", "runs"], ["compare", "runs/high"], ["status", "runs/high"]):
         main(verb)
         assert "collapsed" in capsys.readouterr().out, verb
@@ -190,3 +190,14 @@ def test_a_course_knows_its_lowest_and_its_last_level() -> None:
     assert LossCourse.of([]) is None and LossCourse.of([float("nan")]) is None
     course = LossCourse.of([2.0, float("nan"), 1.0])
     assert course is not None and (course.lowest, course.last) == (1.0, 1.0)
+
+
+def test_a_loss_that_rose_far_above_the_first_one_has_exploded_and_one_that_comes_from_above_has_not() -> None:
+    exploded, from_above = LossCourse.of([2.3, 8e12, 70.0]), LossCourse.of([70.0, 9.0, 2.4])
+    assert exploded is not None and exploded.has_exploded(2.3)
+    assert from_above is not None and not from_above.has_exploded(2.3)
+
+
+def test_a_sync_run_that_exploded_is_told_to_lower_its_lr(small_sample: None) -> None:
+    reason = run(**{**SMALL, "strategy": "sync", "workers": 2, "lr": 50.0, "epochs": 4.0})["reason"]
+    assert "The training loss rose from 2.2" in reason and "try --lr 5 (now 50)" in reason
