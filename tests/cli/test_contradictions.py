@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from paceline.analysis.status import read_status
 from paceline.analysis.stragglers import stragglers
 from paceline.cli.main import main
 from paceline.core.messages import Drain
+from paceline.core.server import Divergence
 from paceline.data.datasets import DATASETS
 from paceline.runs.result import why_diverged
 from paceline.runtimes.server.admission import WorkerHost, WorkerHosts
@@ -66,6 +69,34 @@ def test_staleness_is_a_cause_of_a_divergence_only_if_pushes_can_be_stale(name: 
         with_run.host.close()
     assert ("stale" in why.lower()) == (name in ("async", "bounded", "async-local"))
     assert "--lr 0.025 (now 0.1)" in why
+
+
+def why_of(folder: Path, pushes: int, is_update_finite: bool, **settings: Any) -> str:
+    """What is said of an async run that diverged after so many pushes of worker 0."""
+    run = RecordedRun(small_config(folder, strategy="async", workers=2, **settings))
+    run.join_all()
+    for _ in range(pushes):
+        run.push(0)
+    run.server.divergence = Divergence(1, pushes, math.inf, is_update_finite)
+    run.close()
+    return why_diverged(run.config, run.server)
+
+
+def test_a_nan_before_the_first_step_is_not_blamed_on_the_lr(tmp_path: Path) -> None:
+    why = why_of(tmp_path, pushes=0, is_update_finite=False)
+    assert "at update 0" in why and "No step was made yet" in why and "the inputs" in why and "--lr" not in why
+
+
+def test_a_loss_that_is_no_number_is_blamed_on_the_loss_function_only_if_it_is_the_users(tmp_path: Path) -> None:
+    ours = why_of(tmp_path / "ours", pushes=3, is_update_finite=True)
+    assert "check the loss function" not in ours and "try --lr 0.025 (now 0.1)" in ours
+    users = why_of(tmp_path / "users", pushes=3, is_update_finite=True, task="task.py:build")
+    assert "check the loss function" in users
+
+
+def test_an_lr_far_above_the_default_is_not_lowered_step_by_step(tmp_path: Path) -> None:
+    why = why_of(tmp_path, pushes=3, is_update_finite=False, lr=1e6)
+    assert "try --lr 0.005 (the default, now 1e+06)" in why
 
 
 def test_the_reason_of_a_failed_run_is_said_once(capsys: Said) -> None:
