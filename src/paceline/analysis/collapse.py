@@ -94,8 +94,8 @@ def why_collapsed(
     accuracy is within noise of that of the most frequent class, or its training loss never left the constant one.
     Without scores of the train data, the training loss must also have ended there: on other data, overfitted weights
     score the same. Runs of less than an epoch or of a few steps are not judged, nor those that were stopped, or that
-    reached their target, nor those whose training loss still falls towards the constant one from above. A run whose loss
-    exploded needs no epoch to be judged.
+    reached their target, nor those whose training loss still falls towards the constant one from above. A run
+    whose loss exploded needs no epoch to be judged.
     """
     steps = server.version * (server.inside.steps if server.inside is not None else 1)
     if steps < MIN_STEPS or stop_reason not in (None, TIME_IS_UP):
