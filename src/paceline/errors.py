@@ -34,8 +34,9 @@ OTHER_NAMES = {
     "wd": "weight_decay",
     "clip_grad_norm": "clip",
     "output_dir": "runs",
+    "gpu": "cuda",
 }
-"""What other programs call our settings: such a name is offered first."""
+"""What other programs call our settings, and their values: such a name is offered first."""
 
 SERVER_GONE = "the server of this run is gone"
 """What a worker says whose connection to the server has ended."""
@@ -119,9 +120,35 @@ def unknown_name(kind: str, asked: str, known: Iterable[str]) -> UserError:
     """
     names = sorted(known)
     near = nearest_names(asked, names)
-    offer = "did you mean " + " or ".join(f"'{name}'" for name in near) + "?" if near else ""
-    known_ones = f"Known: {', '.join(names)}" if not near or len(names) <= MAX_NAMED else ""
-    return UserError(f"unknown {kind} '{asked}': {' '.join(filter(None, (offer, known_ones)))}")
+    if not near:
+        return UserError(f"unknown {kind} '{asked}', known are: {', '.join(names)}")
+    offer = "did you mean " + " or ".join(f"'{name}'" for name in near) + "?"
+    return UserError(f"unknown {kind} '{asked}': {offer}{_all_of(names)}")
+
+
+def _all_of(names: list[str]) -> str:
+    return f" Known: {', '.join(names)}" if len(names) <= MAX_NAMED else ""
+
+
+KINDS_IN_WORDS = {
+    "bool": "true or false",
+    "int": "a whole number without quotes, as in 2",
+    "float": "a number without quotes, as in 0.5",
+    "str": 'text in quotes, as in "text"',
+    "list[str]": 'a list of texts, as in ["text"]',
+    "list[float]": "a list of numbers, as in [0.9, 0.999]",
+}
+"""What to write as the value of a setting, by its type."""
+
+
+def wrong_type(name: str, value: object, kind: str) -> UserError:
+    """The error for the value of a setting that is of another type.
+
+    >>> print(wrong_type("workers", "2", "int"))
+    workers = "2": write a whole number without quotes, as in 2
+    """
+    shown = f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else repr(value)
+    return UserError(f"{name} = {shown}: write {KINDS_IN_WORDS[kind]}")
 
 
 def nearest_names(asked: str, known: Iterable[str], most: int = 3) -> list[str]:

@@ -15,7 +15,7 @@ from paceline.core.server import Server
 from paceline.interfaces import Scores
 from paceline.runs.arrival_log import scan_log
 from paceline.runs.folder import TIME_IS_UP
-from paceline.runs.result import staleness_summary
+from paceline.runs.result import lower_lr, staleness_summary
 from paceline.settings.strategies import strategy_of
 
 COLLAPSED = "collapsed"
@@ -31,6 +31,8 @@ ABOVE = 0.05
 """Part of the constant loss by which a loss is clearly above it."""
 EXPLODED = 3.0
 """A mean training loss so many times that of the initial weights, or the constant one, comes from steps too long."""
+PEAK_PUSHES = 3
+"""Pushes over which an explosion is a mean: it may pass within a window, and one batch alone may be a hard one."""
 MIN_STEPS = 20
 """Optimizer steps, local ones counted, before a run is judged: with large batches an epoch may have fewer."""
 MAX_WINDOWS = 50
@@ -45,7 +47,7 @@ class LossCourse:
     noise: float  # standard error of a window's mean, from the differences of consecutive losses
     falls: bool = False  # whether the last third is below the first, by more than noise
     first: float = math.nan  # that of the first push, by the initial weights
-    highest: float = math.nan
+    highest: float = math.nan  # mean of consecutive pushes, fewer than a window has
 
     @staticmethod
     def of(losses: Sequence[float]) -> LossCourse | None:
@@ -64,7 +66,9 @@ class LossCourse:
         third = max(1, len(means) // 3)
         drop = statistics.fmean(means[:third]) - statistics.fmean(means[-third:])
         falls = drop > STANDARD_ERRORS * noise * math.sqrt(2 / third)
-        return LossCourse(min(means), means[-1], noise, falls, found[0], max(means))
+        few = min(PEAK_PUSHES, len(found))
+        highest = max(statistics.fmean(found[at : at + few]) for at in range(len(found) - few + 1))
+        return LossCourse(min(means), means[-1], noise, falls, found[0], highest)
 
     def has_exploded(self, constant: float) -> bool:
         """Whether the loss rose far above both that of the initial weights and the constant one."""
@@ -90,11 +94,11 @@ def why_collapsed(
     accuracy is within noise of that of the most frequent class, or its training loss never left the constant one.
     Without scores of the train data, the training loss must also have ended there: on other data, overfitted weights
     score the same. Runs of less than an epoch or of a few steps are not judged, nor those that were stopped, or that
-    reached their target, nor those whose training loss still falls towards the constant one from above.
+    reached their target, nor those whose training loss still falls towards the constant one from above. A run
+    whose loss exploded needs no epoch to be judged.
     """
     steps = server.version * (server.inside.steps if server.inside is not None else 1)
-    is_short = server.samples < server.budget.epoch_samples or steps < MIN_STEPS
-    if is_short or stop_reason not in (None, TIME_IS_UP):
+    if steps < MIN_STEPS or stop_reason not in (None, TIME_IS_UP):
         return None
     part = next((part for part in ("train", "validation", "test") if scores.get(part) is not None), None)
     found = scores[part] if part is not None else None
@@ -107,6 +111,8 @@ def why_collapsed(
     never_left = course is not None and not course.lowest < left
     is_above = found.loss > constant + ABOVE * abs(constant)
     has_exploded = course is not None and course.has_exploded(constant)
+    if server.samples < server.budget.epoch_samples and not has_exploded:
+        return None
     if course is not None and never_left and course.falls and is_above and not has_exploded:
         return None  # it comes down from above, as with few samples of a class or a low lr, and has not arrived yet
     share = found.constant_correct / found.total
@@ -153,7 +159,7 @@ def _advice(config: RunConfig, server: Server, factor: float) -> str:
     lr = config.lr or 0.0
     if factor > 1.0:
         return f"try --lr {factor * lr:g} (now {lr:g}) or more --epochs"
-    ways = [f"--lr {factor * lr:g} (now {lr:g})"]
+    ways = [lower_lr(config, factor)]
     if not config.warmup:
         ways.append("--warmup 0.05")
     if strategy_of(config).is_stale and server.num_workers > 1:
