@@ -596,6 +596,14 @@ def test_gradients_of_zeros_tell_nothing_and_later_pushes_are_not_compared() -> 
     alike.check(first_push(0, 1.0, 2.0), plain_updater())
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_tells_nothing_of_the_data(broken: float) -> None:
+    """It is the same NaN in all workers, whatever they train on."""
+    first = FirstPushes(2)
+    first.check(first_push(0, broken, 1.0), plain_updater())
+    first.check(first_push(1, broken, 1.0), plain_updater())
+
+
 def one_worker() -> Session:
     return paceline.join(RunConfig(strategy="classic"))
 
