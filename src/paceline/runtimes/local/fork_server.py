@@ -117,10 +117,9 @@ def main(fd: int) -> None:
     while True:
         for key, _ in selector.select():
             if key.fileobj is supervisor:
-                packet, fds, _, _ = socket.recv_fds(supervisor, _LARGEST, 253)
-                if not packet:
+                request, fds = _next_request(supervisor)
+                if request is None:
                     return
-                request = json.loads(packet)
                 if request["role"] == _CLEAR:
                     server_pid = None
                     _clear(supervisor, children)
@@ -133,6 +132,15 @@ def main(fd: int) -> None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(reader, 4096)
                 _reap(supervisor, children)
+
+
+def _next_request(supervisor: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """Return the next request and its descriptors; None if the supervisor is gone, whatever it had left unread."""
+    try:
+        packet, fds, _, _ = socket.recv_fds(supervisor, _LARGEST, 253)
+    except ConnectionResetError:
+        return None, []
+    return (json.loads(packet) if packet else None), fds
 
 
 def _clear(supervisor: socket.socket, children: set[int]) -> None:
