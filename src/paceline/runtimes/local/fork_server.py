@@ -15,7 +15,7 @@ import subprocess
 import sys
 from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.errors import DiskError, PacelineError, UserError
 from paceline.runtimes.local.failures import describe_exception
 from paceline.system.process import describe_end, die_with, helper_command, helper_environment
 from paceline.system.strict_json import to_json
@@ -183,7 +183,9 @@ def _become(supervisor: socket.socket, request: dict[str, Any], fds: list[int], 
         code = getattr(importlib.import_module(module), name)(request["spec"], fds)
     except PacelineError as error:
         code = error.exit_code
-        _tell(supervisor, {"kind": "complaint", "pid": os.getpid(), "code": code, "text": str(error)})
+        is_mistake = isinstance(error, UserError) and not isinstance(error, DiskError)
+        row = {"code": code, "text": str(error), "is_mistake": is_mistake}
+        _tell(supervisor, {"kind": "complaint", "pid": os.getpid(), **row})
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if code:

@@ -21,7 +21,7 @@ from paceline.errors import SERVER_GONE, ServerLost, UserError, error_of_child
 from paceline.interfaces import Report
 from paceline.runs.arrival_log import next_incarnation
 from paceline.runs.folder import RAISED, RunFolder, require_survivors
-from paceline.runtimes.local.failures import WorkerFailures, lost_server
+from paceline.runtimes.local.failures import COMPLAINT, WorkerFailures, lost_server
 from paceline.runtimes.local.fault_injection import FaultInjector
 from paceline.runtimes.local.fork_server import ForkServer, receive_row, request
 from paceline.runtimes.local.process_plan import ProcessPlan
@@ -171,16 +171,18 @@ class Supervisor:
         self._listen(readable)
 
     def _note_exception(self, notice: dict[str, Any]) -> None:
-        """A process has raised an exception: a bug, which ends the run unless it is told to keep going."""
+        """A process has raised an exception: a mistake, which ends the run unless it is told to keep going."""
         name = self._names.get(notice["pid"], "a process")
         self._raised[notice["pid"]] = notice
         worker = self._numbers.get(name, 0 if self._processes.first_worker else None)
         if name in self._numbers and self._config.keep_going:
-            self._report({"kind": "output", "stream": "stderr", "text": notice["traceback"].rstrip()})
+            if notice["traceback"]:
+                self._report({"kind": "output", "stream": "stderr", "text": notice["traceback"].rstrip()})
             return
         where = f"worker {worker} of {self._config.workers or 1}" if worker is not None else "the server"
         if not self._failures:
-            self._order({"kind": "stop", "reason": f"{RAISED}{where}: {notice['text']}"})
+            what = RAISED if notice["kind"] != COMPLAINT else ""
+            self._order({"kind": "stop", "reason": f"{what}{where}: {notice['text']}"})
         self._failures.add(where, notice)
         if self._output is not None and worker is not None:
             self._output.show_only(worker)
@@ -252,22 +254,29 @@ class Supervisor:
                 self._injector.started(self._numbers[notice["name"]], notice["pid"])
             elif self._processes.first_worker:
                 self._injector.started(0, notice["pid"])
-        elif notice["kind"] == "complaint":
-            self._hear_server_out()
-            if notice["text"] == SERVER_GONE:
-                self._await_end_of_server()
-            name = self._names.get(notice["pid"], "a process")
-            is_killed = self._server_is_silent and not self._finished  # the fork server will report the server's end
-            # One that was restarted may have come back too late.
-            if not (is_killed or self._failures) and not (self._finished and self._was_restarted(name)):
-                is_task = self._config.task is not None and not is_script(self._config)
-                in_all = is_task and not self._folder.has_log  # every process builds the task alike
-                text = notice["text"] if in_all else f"{name}: {notice['text']}"
-                raise error_of_child(text, notice["code"])
+        elif notice["kind"] == COMPLAINT:
+            self._note_complaint(notice)
         elif notice["kind"] == "raised":
             self._note_exception(notice)
         else:
             self._note_end(notice)
+
+    def _note_complaint(self, notice: dict[str, Any]) -> None:
+        """A process has ended with an error of ours; a mistake in a script ends the run as its exceptions do."""
+        self._hear_server_out()
+        if notice["text"] == SERVER_GONE:
+            self._await_end_of_server()
+        name = self._names.get(notice["pid"], "a process")
+        is_killed = self._server_is_silent and not self._finished  # the fork server will report the server's end
+        if is_killed or (self._finished and self._was_restarted(name)):  # or it has come back too late
+            return
+        if notice["is_mistake"] and is_script(self._config):
+            self._note_exception({**notice, "traceback": ""})
+        elif not self._failures:
+            is_task = self._config.task is not None and not is_script(self._config)
+            in_all = is_task and not self._folder.has_log  # every process builds the task alike
+            text = notice["text"] if in_all else f"{name}: {notice['text']}"
+            raise error_of_child(text, notice["code"])
 
     def _note_end(self, notice: dict[str, Any]) -> None:
         name = self._names.get(notice["pid"], "a process")

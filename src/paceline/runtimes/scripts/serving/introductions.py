@@ -29,6 +29,7 @@ from paceline.runtimes.scripts.serving.server import (
     host_of_loops,
     learn,
     loop_sizes,
+    saved_at_mistakes,
 )
 from paceline.runtimes.server.admission import CEILING_SECONDS, REMIND_SECONDS, Admission
 from paceline.runtimes.server.file_service import FileService
@@ -94,12 +95,12 @@ class Introductions:
         self.gather()
         with self._telling(UserError):  # of the script: to resume the run would not help
             host, service = self.begin(facts, resume)
-            try:
-                with torch.inference_mode():
-                    service.run()
-            except UserError:
-                host.close()
-                raise
+        try:
+            with torch.inference_mode(), saved_at_mistakes(host), self._telling(UserError):
+                service.run()
+        except UserError:
+            host.close()
+            raise
         result = finish_loops(host)
         service.observers.end()
         return result

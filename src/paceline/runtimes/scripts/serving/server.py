@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import selectors
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +19,10 @@ from paceline.core.buffers import BufferSizes
 from paceline.core.messages import Join
 from paceline.core.own_loop.compression import largest_capacities
 from paceline.core.own_loop.settings import LoopLayout
+from paceline.core.own_loop.torch_optimizer import OptimizerFailed
 from paceline.core.server import Server
 from paceline.core.worker import LocalWorker
-from paceline.errors import ProtocolError, RunFailed, UserError
+from paceline.errors import DiskError, ProtocolError, RunFailed, UserError
 from paceline.interfaces import Layout, Report
 from paceline.runs.folder import ALL_GONE, LOOPS_ENDED, RunFolder
 from paceline.runs.recording import ScriptCall
@@ -141,7 +144,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
             service.join(peer, hello)
         for worker in set(range(config.workers or 1)) - {peer.worker for peer, _ in found}:
             service.miss(worker)
-        with torch.inference_mode():
+        with torch.inference_mode(), saved_at_mistakes(host):
             service.run()
         finish_loops(host)
 
@@ -183,6 +186,23 @@ def host_of_loops(
     if rebuilt is not None:
         host.resume_from(rebuilt)
     return host
+
+
+@contextlib.contextmanager
+def saved_at_mistakes(host: Host) -> Iterator[None]:
+    """Save the run as stopped, close its host and raise RunFailed, if a mistake in the script ends it while it trains.
+
+    An optimizer that fails in the server may have changed a part of the weights: they are not saved.
+    """
+    try:
+        yield
+    except UserError as error:
+        if isinstance(error, DiskError) or isinstance(error.__cause__, OptimizerFailed) or not host.server.pushes:
+            raise
+        host.stop(str(error))
+        result = host.finish()
+        host.close()
+        raise RunFailed(f"{error}: {host.folder.stopped_hint(result)}") from error
 
 
 def finish_loops(host: Host) -> dict[str, Any]:
