@@ -20,11 +20,11 @@ from paceline.core.messages import OwnLoopInput, Push
 from paceline.errors import DiskError, PacelineError, ProtocolError, RunFailed, UserError
 from paceline.runs.folder import NOT_COME, RunFolder
 from paceline.runtimes.scripts.served_loop import keep_in
+from paceline.runtimes.scripts.serving.agreement import expected_facts
 from paceline.runtimes.scripts.serving.requests import LoopRequests
 from paceline.runtimes.scripts.serving.server import (
     LearnedRun,
     check_facts,
-    expected_facts,
     finish_loops,
     host_of_loops,
     learn,

@@ -29,6 +29,7 @@ from paceline.runs.recording import ScriptCall
 from paceline.runs.recovery import kept_pushes, rebuild
 from paceline.runtimes.scripts.adopt import MAX_NAME
 from paceline.runtimes.scripts.optimizer import MAX_OPTIMIZERS, split_states
+from paceline.runtimes.scripts.serving.agreement import expected_facts, require_same_loops
 from paceline.runtimes.scripts.serving.requests import LoopRequests
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.process import reporting
@@ -129,6 +130,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     def serve(control: SupervisorChannel) -> None:
         awaited: set[int] = set()
         found = _gather(control, config, awaited)
+        require_same_loops([hello for _, hello in found])
         first, folder, peers = found[0][1], RunFolder(Path(spec["folder"])), Peers[SharedMemoryPeer]()
         learned = learn(config, [first], folder)
         host = host_of_loops(learned, first, folder, control.send, peers, spec["facts"], bool(spec.get("resume")))
@@ -219,11 +221,6 @@ def finish_loops(host: Host) -> dict[str, Any]:
 
 def _no_worker(join: Join) -> LocalWorker:
     raise AssertionError("only a script computes its pushes")
-
-
-def expected_facts(first: Hello) -> dict[str, Any]:
-    """The facts in which all scripts must agree with the first."""
-    return {name: first.facts[name] for name in ("layout", "state_layout", "num_samples", "order", "numbers")}
 
 
 def _gather(control: SupervisorChannel, config: RunConfig, awaited: set[int]) -> list[tuple[SharedMemoryPeer, Hello]]:
