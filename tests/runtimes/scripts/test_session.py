@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
 import random
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +26,7 @@ from paceline.core.messages import Push
 from paceline.core.server import AppliedUpdate
 from paceline.core.server.updates import Updater
 from paceline.errors import Diverged, UserError
+from paceline.runs.result import why_diverged
 from paceline.runtimes.scripts.serving.requests import FirstPushes
 from paceline.runtimes.scripts.session import Session, TrainingOver
 from paceline.settings.resolve import resolve
@@ -602,6 +606,26 @@ def test_a_gradient_that_is_not_finite_tells_nothing_of_the_data(broken: float) 
     first = FirstPushes(2)
     first.check(first_push(0, broken, 1.0), plain_updater())
     first.check(first_push(1, broken, 1.0), plain_updater())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "before"), [("async", 1), ("async", 0), ("async-local:2", 1), ("async-local:2", 0)]
+)
+def test_advice_after_a_divergence_names_what_the_script_can_change(tmp_path: Path, strategy: str, before: int) -> None:
+    """Flags of the optimizer are refused for a script that brings one."""
+    one = OneServer(tmp_path, strategy=strategy, workers=2)
+    loops = [Loop(one, worker) for worker in range(2)]
+    for loop in loops * (2 * before):
+        loop.step()
+    for loop in loops * 2:
+        loop.train(torch.full((4, 4), math.nan), torch.zeros(4, 1))
+    assert one.server is not None and one.server.divergence is not None
+    why = why_diverged(replace(loops[0].session.config, task="script:loop"), one.server)
+    assert not re.search(r"--(lr|momentum|clip|warmup)", why) and "not told" not in why
+    if before or strategy != "async":
+        assert "lower lr (now 0.25) in the script, or call torch.nn.utils.clip_grad_norm_(" in why
+    else:
+        assert "No step was made yet, so look for a NaN or infinity in the script's inputs" in why
 
 
 def one_worker() -> Session:
