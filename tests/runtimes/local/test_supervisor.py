@@ -131,6 +131,14 @@ def test_an_exception_in_a_worker_stops_the_server(benches: list[Bench], tmp_pat
     assert str(failures.error(RunFolder(tmp_path))).endswith(": the same: nothing was trained")
 
 
+def test_two_interrupts_at_once_let_the_server_save_the_run(benches: list[Bench], tmp_path: Path) -> None:
+    bench = make(benches, tmp_path, 0)
+    with bench.supervisor._signals():
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+    assert bench.orders() == [("stop", -1, -1)] and [row["kind"] for row in bench.rows] == ["stopping"]
+
+
 MISTAKE = {"kind": "complaint", "is_mistake": True, "code": 2, "text": "use no clamping"}
 
 
