@@ -382,7 +382,7 @@ class Session:
         for name, value in figures.items():
             if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.numel() == 1):
                 raise UserError(f"session.report({name}={value!r}): give a number, or a tensor of one element")
-        self._env.transport.report({name: float(x.item() if isinstance(x, Tensor) else x) for name, x in figures.items()})
+        self._env.transport.report({name: float(x.item() if hasattr(x, "item") else x) for name, x in figures.items()})
 
 
 def join(config: RunConfig | None = None) -> Session:
