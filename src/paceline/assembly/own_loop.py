@@ -23,7 +23,7 @@ from paceline.core.server import Exchange, OptimizersServer, Server
 from paceline.errors import UserError
 from paceline.interfaces import Layout, Report, Rule, State
 from paceline.settings.resolve import lr_scale, schedule_of
-from paceline.settings.rules import check_rule, chosen
+from paceline.settings.rules import AUTOMATIC, check_rule, chosen
 from paceline.settings.strategies import strategy_of
 
 Facts = Mapping[str, Any]
@@ -141,7 +141,7 @@ def announce_loop(config: RunConfig, facts: Facts, report: Report) -> None:
     if pushes > 1 and not strategy.is_local and lr_scale(config) == 1.0:
         what = f"one update averages {pushes} batches ({pushes * config.batch_size} samples) at the lr of one"
         report({"kind": "note", "text": f"{what}: a larger lr in the script, with warm-up, can make up for it"})
-    if config.rule != "auto":
+    if config.rule not in AUTOMATIC:
         return
     workers = config.workers or 1
     lines = []

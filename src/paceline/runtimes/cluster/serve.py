@@ -64,7 +64,9 @@ def serve(
     """
     if command is not None:
         return _serve_new_script(config, options, console, tell, command)
-    config = resolve(config)
+    asked, config = config, resolve(config)
+    if options.num_servers > 1 and config.rule == "auto":  # a measured step needs all weights in one server
+        config = resolve(dataclasses.replace(asked, rule="auto-counted"))
     refuse_simulated(config)
     require_star(config, may_restart=tell is None)
     require_cuttable(config, options.num_servers)

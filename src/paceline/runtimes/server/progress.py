@@ -229,6 +229,7 @@ class Progress:
             "staleness": round(sum(k * c for k, c in server.staleness.items()) / max(1, server.staleness.total()), 3),
             "live": server.num_live,
             "lr": server.lr_inside,
+            **({} if (factor := server.step_factor) is None else {"step_factor": round(factor, 4)}),
         }
         self._report({"kind": "progress", "now": round(now, 3), **row})
         if self.next_share is None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.settings.codecs import CODECS, build_part, codec_of
+from paceline.settings.rules import chosen
 from paceline.settings.strategies import strategy_of
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ def require_cuttable(config: RunConfig, servers: int) -> None:
     divided = f"--servers {servers} divides the weights into ranges, and"
     if config.robust:
         raise UserError(f"{divided} --robust needs the norm of a whole push: leave out one of the two")
+    if config.rule == "auto" and chosen(config, None).is_measured:
+        raise UserError(f"{divided} --rule auto measures its steps on all of them: use --rule auto-counted")
     pull = config.pull_codec
     if pull is not None and not codec_of(pull).traits.by_range:
         known = ", ".join(name for name, traits in CODECS.items() if traits.by_range)
