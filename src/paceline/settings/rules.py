@@ -230,7 +230,7 @@ def build_rule(
 
     rule: Rule
     if config.rule in AUTOMATIC:
-        from paceline.core.rules.lr_scaling import LrScaling
+        from paceline.core.rules.step_limit import LrScaling
 
         choice = chosen(config, skew)
         inner = replace(config, rule=choice.rule, average="none")

@@ -1,4 +1,4 @@
-"""The length of the foresight rules' steps, from what the server sees: gradients that grow, and the curvature met."""
+"""The length of steps while many pushes are in flight: by what the server measures, or by how many they are."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from paceline.core.rules.worker_rows import (
     add_scaled,
     at_least,
     at_most,
+    keep,
     keep_all,
     load,
     load_all,
@@ -25,15 +26,17 @@ from paceline.core.rules.worker_rows import (
     table,
     write,
 )
-from paceline.interfaces import ALIGNMENT, Arrival, State
+from paceline.core.rules.wrapper import RuleWrapper
+from paceline.interfaces import ALIGNMENT, Arrival, Rule, State
 
 MAX_GROWTH, GROWTH_SMOOTHING = 1.5, 0.25  # of a gradient over its worker's usual one; weight of a new one in that
 CRITICAL = 0.35  # n lr S from which on steps shorten; the rules are stable up to about twice that
 MAX_NEED = 10.0  # steps never shorten by more than its root: a network becomes as sharp as its steps permit
 KEPT_A_ROUND = math.exp(-0.5)  # of the running sums behind the curvature: they span two rounds
 SPARSE, MIN_SAMPLED = 16, 4096  # one cache line in 16 is measured; in a small model so many that 4096 floats are
+STALENESS_SMOOTHING = 0.01
 LIMITED_HORIZON = 1.25  # of a rule with a step limit, as HORIZON in foresight.py
-TINY, HUGE = 1e-30, 1e300
+TINY, HUGE = 1e-30, 1e30
 
 
 class Pair(NamedTuple):
@@ -214,3 +217,41 @@ def product(one: Tensor, other: Tensor) -> Scalar:
     if one.dim() == 1:
         return torch.dot(one, other).item()
     return (one * other).sum(-1, keepdim=True).double()
+
+
+class LrScaling(RuleWrapper):
+    """lr min(1, most/pushes),  pushes = max(number live, the running mean of staleness + 1)
+
+    The largest stable step is inversely proportional to the pushes in flight (n lr times the curvature is bounded). A
+    join or leave counts at once, a change of staleness within some hundred updates. Touches no tensor of its own.
+
+    >>> from paceline.core.optimizers import Sgd
+    >>> from paceline.core.rules.plain import Plain
+    >>> weights, rule = torch.zeros(1), LrScaling(Plain(Sgd()), most=2)
+    >>> state = rule.start(weights)
+    >>> rule.apply(weights, state, torch.ones(1), Arrival(0, 0, torch.tensor(1.0), 4))
+    >>> weights.item()
+    -0.5
+    """
+
+    suffix = "lr scaled"
+
+    def __init__(self, rule: Rule, most: int) -> None:
+        super().__init__(rule)
+        self.most = most
+
+    def start(self, weights: Tensor) -> State:
+        mean = torch.zeros((*weights.shape[:-1], 1), dtype=torch.float64, device=weights.device)
+        return {**self.rule.start(weights), "mean_staleness": mean}
+
+    def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
+        mean = load(state["mean_staleness"])
+        mean = mean + STALENESS_SMOOTHING * (arrival.staleness - mean)
+        keep(state["mean_staleness"], mean)
+        pushes, live = mean + 1.0, arrival.num_live
+        if isinstance(pushes, Tensor):
+            shorter = (self.most / torch.maximum(pushes, torch.as_tensor(live).to(pushes.dtype))).clamp(max=1.0)
+            arrival = arrival._replace(lr=arrival.lr * shorter.to(arrival.lr.dtype))
+        elif (in_flight := max(pushes, float(live))) > self.most:
+            arrival = arrival._replace(lr=arrival.lr * (self.most / in_flight))
+        self.rule.apply(weights, state, update, arrival)

@@ -116,12 +116,6 @@ class Server:
         """The learning rate of the batches that workers compute now: of local steps, if there are some."""
         return self.training.lr(self.samples, self.version, local=True) * self.own_loops.lr(self.roster.at_work)
 
-    @property
-    def step_factor(self) -> float | None:
-        """What the rule's step limit multiplied the learning rate of the last update by; None without such a limit."""
-        limit = self.rule_state.get("limit")
-        return 1.0 / float(limit[-1]) if limit is not None else None
-
     def last_answer(self, worker: int) -> Reply:
         """Build the newest reply to a worker again."""
         return self._reply(worker, self.finished or self.members[worker].inactive, again=True)

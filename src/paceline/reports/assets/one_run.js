@@ -109,6 +109,9 @@ class OneRun {
     this.accuracy.update(accuracySpec(run, axis, this.x(run), marks));
     this.classes.update(classSpec(run));
     this.norm.update(lineSpec(run.progress, "norm", axis, this.x(run), { label: "length of the weight vector", kind: "number" }));
+    const factors = run.progress.step_factor || [];
+    const factor = factors.some((one) => one !== null && one < 1);
+    this.factor.update(factor ? lineSpec(run.progress, "step_factor", axis, this.x(run), { label: "factor of the step limit", kind: "number", zero: true }) : null);
     const rates = run.progress.lr || [];
     const moves = rates.some((one) => one !== rates[0]);
     this.rate.update(moves ? lineSpec(run.progress, "lr", axis, this.x(run), { label: "length of a step", kind: "number", zero: true }) : null);

@@ -29,8 +29,6 @@ def require_cuttable(config: RunConfig, servers: int) -> None:
     divided = f"--servers {servers} divides the weights into ranges, and"
     if config.robust:
         raise UserError(f"{divided} --robust needs the norm of a whole push: leave out one of the two")
-    if config.rule == "auto" and chosen(config, None).is_measured:
-        raise UserError(f"{divided} --rule auto measures its steps on all of them: use --rule auto-counted")
     pull = config.pull_codec
     if pull is not None and not codec_of(pull).traits.by_range:
         known = ", ".join(name for name, traits in CODECS.items() if traits.by_range)
@@ -41,6 +39,8 @@ def require_cuttable(config: RunConfig, servers: int) -> None:
         raise UserError(f"{divided} --clip {config.clip:g} needs the norm of all of them: leave out one of the two")
     if config.optimizer == "lars":
         raise UserError(f"{divided} lars needs the norm of each layer: leave out one, or use --optimizer sgd")
+    if config.rule == "auto" and chosen(config, None).is_measured:
+        raise UserError(f"{divided} --rule auto measures its steps on all of them: use --rule auto-counted")
 
 
 def grain_of(config: RunConfig) -> int:
