@@ -86,8 +86,6 @@ class SlowFarsight(SlowForesight):
         weight = self.weight(worker, num_live)
         fresh = 1 - self.gamma
         self.velocity = [self.gamma * v + fresh * weight * g for v, g in zip(velocity, gradient, strict=True)]
-            self.gamma * v + (1 - self.gamma) * weight * g for v, g in zip(velocity, gradient, strict=True)
-        ]
         self.weights = [w - self.lr * v for w, v in zip(weights, self.velocity, strict=True)]
 
 

@@ -29,6 +29,7 @@ class OneRun {
     this.loss = new LineChart(grid, "Loss");
     this.accuracy = new LineChart(grid, "Accuracy");
     this.norm = new LineChart(grid, "Weight norm", { height: 200 });
+    this.factor = new LineChart(grid, "Step limit", { height: 200 });
     this.rate = new LineChart(grid, "Learning rate", { height: 200 });
     this.classes = new Rows(grid, "Test accuracy by class");
   }
