@@ -45,8 +45,8 @@ class RuleChoice:
     def line(self, workers: int) -> str:
         """The line that tells the user."""
         shorter = f", steps x {self.step(workers):.2g}" if self.step(workers) < 1.0 else ""
-        shorter = ", steps limited by the curvature they meet" if self.is_measured else shorter
-        return f"rule auto: {self.rule}{shorter} ({self.why})"
+        measured = ", steps limited by the curvature they meet" if self.is_measured else ""
+        return f"rule auto: {self.rule}{shorter} ({self.why}){measured}"
 
 
 def choose(workers: int, skew: float | None, optimizer: str, is_measured: bool = True) -> RuleChoice:
@@ -60,7 +60,7 @@ def choose(workers: int, skew: float | None, optimizer: str, is_measured: bool =
     >>> [choose(workers, 0.9, optimizer).rule for workers, optimizer in ((10, "sgd"), (1, "sgd"), (4, "adam"))]
     ['foresight-fair', 'plain', 'cached']
     >>> choose(30, 0.0, "sgd").line(30)
-    'rule auto: foresight, steps limited by the curvature they meet (30 workers, labels spread evenly)'
+    'rule auto: foresight (30 workers, labels spread evenly), steps limited by the curvature they meet'
     >>> choose(30, 0.0, "sgd", is_measured=False).line(30)
     'rule auto: foresight, steps x 0.33 (30 workers, labels spread evenly)'
     """
