@@ -46,15 +46,13 @@ SCALES = {"dana": (1.0, 0.7, 0.5), "foresight-cached": (1.0, 0.7, 0.5), "foresig
 
 
 def config(model: str, workers: int, split: str, seed: int, settings: dict[str, object]) -> RunConfig:
-    usual = {"lr": 0.005, "momentum": 0.9, "strategy": "async", "speeds": JITTER}
+    usual = {"lr": 0.005, "momentum": 0.9, "strategy": "async", "speeds": JITTER, "epoch_mode": "own", "batch_size": 32}
     return RunConfig(
         model=model,
         workers=workers,
         split=split,
         seed=seed,
         epochs=6.0,
-        epoch_mode="own",
-        batch_size=32,
         threads=1,
         **(usual | settings),  # type: ignore[arg-type]
     )

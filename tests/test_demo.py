@@ -46,7 +46,7 @@ def test_other_samples_or_another_lr_are_not_called_the_same() -> None:
 
 
 def test_staleness_is_named_where_there_is_some() -> None:
-    stale = said_of(result(85.1, 1128, 0.99, rule_applied="foresight (lr scaled) (averaged)"))
+    stale = said_of(result(85.1, 1128, 0.99, rule_applied="foresight (step limited) (averaged)"))
     assert "with as many updates, from gradients 1.0 updates old on average (rule foresight)" in stale
     assert "no stale gradient" in said_of(result(85.1, 1128))
 

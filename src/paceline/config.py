@@ -301,9 +301,10 @@ def is_script(config: RunConfig) -> bool:
     return config.task is not None and config.task.startswith(f"{SCRIPT}:")
 
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of run folders and their config.toml. 2: `foresight` is the rule that was `farsight` before. 3: subnormal
-floats are zero, and averages, statistics of norm layers and dropped pushes are handled otherwise, so bits differ."""
+floats are zero, and averages, statistics of norm layers and dropped pushes are handled otherwise, so bits differ.
+4: `auto` measures its steps, and momentum of the foresight rules is a running mean."""
 SIMULATED_ONLY = ("speeds", "link", "server_time", "cores", "like", "timing_only", "parameters")
 """Settings of a simulated cluster."""
 

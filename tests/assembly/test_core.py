@@ -239,7 +239,8 @@ def test_the_learning_rate_is_scaled_by_the_pushes_of_an_update(
     config = resolve(RunConfig(strategy=strategy, workers=workers, scale_lr=scale, lr=0.1))
     assert lr_scale(config) == factor
     assert make_schedule(config).base == pytest.approx(0.1 * factor)
-    assert config.warmup == (AUTO_WARMUP if scale == "auto" and factor > 1 else 0.0)
+    measured = 0.1 if config.rule == "auto" else 0.0  # the share over which measured steps warm up
+    assert config.warmup == (AUTO_WARMUP if scale == "auto" and factor > 1 else measured)
 
 
 def test_the_rule_gets_the_optimizer_that_was_asked_for() -> None:
@@ -264,7 +265,8 @@ def test_every_rule_is_built_with_a_row_for_each_worker(name: str) -> None:
     assert bool(rows) == RULES[name].knows_workers
     assert all(len(tensor) == 3 for tensor in rows)
     assert isinstance(make_policy(config), DropStale) == (name == "ringmaster")
-    assert rule.name == {"ringmaster": "plain", "auto": "foresight (lr scaled)"}.get(name, config.rule)
+    called = {"ringmaster": "plain", "auto": "foresight (step limited)", "auto-counted": "foresight (lr scaled)"}
+    assert rule.name == called.get(name, config.rule)
     assert rows_nbytes(config, 100) == (1200 if RULES[name].knows_workers else 0)
 
 

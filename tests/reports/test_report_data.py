@@ -77,10 +77,10 @@ def test_the_headline_names_strategy_model_and_data(settings: dict[str, str], ti
 def test_the_applied_rule_and_what_a_loop_reported(tmp_path: Path) -> None:
     folder = whole_run(tmp_path)
     scores = {f"test_{what}": None for what in ("accuracy", "loss", "correct", "total")}
-    loop = {"reported": {"0": {"f1": 0.75}}, "rule_applied": "foresight (lr scaled) (averaged)", **scores}
+    loop = {"reported": {"0": {"f1": 0.75}}, "rule_applied": "foresight (step limited) (averaged)", **scores}
     folder.write_result(result_of(folder, **loop))
     found = digest_of(folder)
-    assert found["figures"]["rule"] == "foresight (lr scaled)"
+    assert found["figures"]["rule"] == "foresight (step limited)"
     assert found["figures"]["metrics"] == {"f1": 0.75}
     folder.events_file.unlink()
     assert digest_of(folder)["verdict"].startswith("Finished: f1 0.75 (reported by the script) after 1,280 samples")

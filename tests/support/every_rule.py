@@ -8,10 +8,10 @@ from paceline.core.rules.buffered import Buffered, Delayed, OuterMomentum
 from paceline.core.rules.cached import Cached
 from paceline.core.rules.dana import Dana, DanaSlim
 from paceline.core.rules.foresight import Ahead, Foresight, ForesightCached, ForesightFair
-from paceline.core.rules.lr_scaling import LrScaling
 from paceline.core.rules.plain import Plain, ReplyBeforeApply
 from paceline.core.rules.ringleader import Ringleader
 from paceline.core.rules.staleness_aware import Compensated, Damped, Gap
+from paceline.core.rules.step_limit import LrScaling, StepLimit
 from tests.support.courses import MakeRule
 
 RULES: dict[str, MakeRule] = {
@@ -31,6 +31,10 @@ RULES: dict[str, MakeRule] = {
     "foresight": lambda max_workers: Foresight(0.9, max_workers),
     "foresight-fair": lambda max_workers: ForesightFair(0.9, max_workers),
     "ahead": lambda max_workers: Ahead(Adam(), Adam(), max_workers),
+    "foresight, limited": lambda max_workers: Foresight(0.9, max_workers, limit=StepLimit(max_workers)),
+    "foresight-fair, limited": lambda max_workers: Averaged(
+        ForesightFair(0.9, max_workers, limit=StepLimit(max_workers))
+    ),
     "paced": lambda max_workers: LrScaling(Averaged(Foresight(0.9, max_workers)), 2),
     "plain-early": lambda max_workers: ReplyBeforeApply(Sgd(0.9)),
     "averaged": lambda max_workers: Averaged(ForesightCached(0.9, max_workers)),

@@ -23,7 +23,7 @@ from paceline.core.server import Exchange, OptimizersServer, Server
 from paceline.errors import UserError
 from paceline.interfaces import Layout, Report, Rule, State
 from paceline.settings.resolve import lr_scale, schedule_of
-from paceline.settings.rules import check_rule, chosen
+from paceline.settings.rules import AUTOMATIC, check_rule, chosen
 from paceline.settings.strategies import strategy_of
 
 Facts = Mapping[str, Any]
@@ -141,7 +141,7 @@ def announce_loop(config: RunConfig, facts: Facts, report: Report) -> None:
     if pushes > 1 and not strategy.is_local and lr_scale(config) == 1.0:
         what = f"one update averages {pushes} batches ({pushes * config.batch_size} samples) at the lr of one"
         report({"kind": "note", "text": f"{what}: a larger lr in the script, with warm-up, can make up for it"})
-    if config.rule != "auto":
+    if config.rule not in AUTOMATIC:
         return
     workers = config.workers or 1
     lines = []
@@ -158,15 +158,16 @@ def announce_loop(config: RunConfig, facts: Facts, report: Report) -> None:
 def optimizer_state(server: Server, number: int) -> State:
     """The state of a user's optimizer as it steps in the server; of SGD under a rule with momentum, that momentum.
 
-    The velocity of a foresight rule is scaled so that torch's buffer makes a step of the same length.
+    The direction of a foresight rule is scaled so that torch's buffer makes a step of the same length.
     """
     one = server.by_optimizer[number]
     state = {name: tensor for name, tensor in one.rule_state.items() if name.startswith(PREFIX)}
     target, kept = next(iter(one.own_loops.targets), None), one.rule_state
     if state or not isinstance(target, Grouped):
         return dict(sorted(state.items()))
-    if "velocity" not in kept or "numbers" not in kept:
+    if "direction" not in kept:
         raise UserError(f"rule {one.rule.name} keeps no state that torch's SGD could load: use --rule plain for that")
-    decay, momentum = float(kept["numbers"][-3]), float(getattr(target.rule, "momentum", 0.0))
-    views = target.layout.views(kept["velocity"] * ((1.0 - decay) / (1.0 - momentum))).values()
+    shorter = float(kept["limit"][-1]) if "limit" in kept else 1.0
+    scale = 1.0 / ((1.0 - float(getattr(target.rule, "momentum", 0.0))) * shorter)
+    views = target.layout.views(kept["direction"] * scale).values()
     return {f"{PREFIX}{place}.momentum_buffer": view.clone() for place, view in enumerate(views)}

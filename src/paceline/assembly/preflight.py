@@ -14,7 +14,7 @@ from paceline.errors import UserError
 from paceline.interfaces import Report
 from paceline.runs.folder import RunFolder
 from paceline.settings.resolve import lr_scale
-from paceline.settings.rules import chosen
+from paceline.settings.rules import AUTOMATIC, chosen
 from paceline.settings.strategies import strategy_of
 from paceline.settings.warnings import advice
 from paceline.system.environment import git_state
@@ -65,7 +65,7 @@ def require_fitting_weights(config: RunConfig, folder: RunFolder, info: DatasetI
 
 def announce_rule(config: RunConfig, skew: float, report: Report) -> None:
     """Say which rule `auto` has chosen; called where the rule is built, with the same skew."""
-    if config.rule == "auto":
+    if config.rule in AUTOMATIC:
         report({"kind": "note", "text": chosen(config, skew).line(config.workers or 1)})
 
 

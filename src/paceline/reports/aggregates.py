@@ -15,7 +15,7 @@ from paceline.reports.time_series import Column, TimeSeries
 from paceline.reports.worker_lanes import WorkerLanes
 from paceline.runs.arrival_log import PUSH_KIND
 
-PROGRESS = ("samples", "loss", "staleness", "live", "lr", "norm", "bytes_pushed", "bytes_pulled")
+PROGRESS = ("samples", "loss", "staleness", "live", "lr", "step_factor", "norm", "bytes_pushed", "bytes_pulled")
 _PARTS = ("test", "validation", "train", "live_test", "live_validation")
 EVALUATED = tuple(f"{part}_{what}" for part in _PARTS for what in ("accuracy", "loss"))
 SCORES = ("samples", *EVALUATED)

@@ -269,7 +269,14 @@ def _rate(aggregates: Aggregates) -> dict[str, list[float | None]]:
 def _progress(course: TimeSeries, with_bytes: bool) -> dict[str, list[float | None]]:
     found = {"t": plain(course.times), "samples": plain(course.carried("samples"), 7)}
     found["live_low"] = plain(course.least("live"))
-    for name in ("staleness", "live", "lr", "norm", *(("bytes_pushed", "bytes_pulled") if with_bytes else ())):
+    for name in (
+        "staleness",
+        "live",
+        "lr",
+        "step_factor",
+        "norm",
+        *(("bytes_pushed", "bytes_pulled") if with_bytes else ()),
+    ):
         values = course.last(name)
         if np.isfinite(values).any():
             found[name] = plain(values, 7 if name.startswith("bytes") else 5)

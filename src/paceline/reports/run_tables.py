@@ -13,6 +13,7 @@ from paceline.analysis.naming import own_source
 from paceline.analysis.scored_weights import KINDS, SHORT, comparable
 from paceline.reports.status_table import MAX_LETTERS
 from paceline.reports.tables import Column, fit_table, shortened
+from paceline.settings.rules import AUTOMATIC
 from paceline.settings.stopping import BestMetric, is_lower_better
 from paceline.system.strict_json import is_number
 from paceline.system.terminal import fold, printable
@@ -245,8 +246,8 @@ def _flag(name: str) -> str:
 def _setting(row: Row, name: str) -> str:
     """Return a setting as a cell; of an automatic rule also the rule that it chose."""
     value = row[name]
-    if name == "rule" and value == "auto" and row["rule_applied"]:
-        return f"auto: {row['rule_applied']}"
+    if name == "rule" and value in AUTOMATIC and row["rule_applied"]:
+        return f"{value}: {row['rule_applied']}"
     if value is None:
         return "-"
     return f"{value:g}" if isinstance(value, float) else str(value)

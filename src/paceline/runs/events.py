@@ -84,7 +84,19 @@ _COUNTS = (
     *("worker", "workers", "updates", "samples", "pushes", "live", "steps", "incarnation", "threads", "generation"),
     *("recomputed_pushes", "lost_pushes", "checkpoint", "bytes_pushed", "bytes_pulled"),
 )
-_NUMBERS = ("fraction", "rate", "loss", "staleness", "lr", "norm", "factor", "seconds", "usual", "pause_seconds")
+_NUMBERS = (
+    "fraction",
+    "rate",
+    "loss",
+    "staleness",
+    "lr",
+    "step_factor",
+    "norm",
+    "factor",
+    "seconds",
+    "usual",
+    "pause_seconds",
+)
 _TEXTS = ("reason", "what", "error", "text", "status", "strategy", "which", "fault", "why", "model", "dataset")
 _PARTS = tuple(f"{live}{part}" for live in ("", "live_") for part in ("test", "validation", "train"))
 FIELD_TYPES: Mapping[str, TypeCheck] = {

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from paceline.config import SCRIPT, SIMULATED_ONLY, RunConfig, given
+from paceline.config import SCRIPT, SIMULATED_ONLY, RunConfig, given, is_script
 from paceline.data.catalog import DATASETS
 from paceline.errors import UserError, unknown_name
 from paceline.settings.codecs import codec_of
@@ -21,7 +21,7 @@ from paceline.settings.features import Feature
 from paceline.settings.imports import check_mirror, check_tracker
 from paceline.settings.notation import count, delays_of
 from paceline.settings.preprocessing import check_augmentation, check_train_score, fold_of, split_of, ways_of
-from paceline.settings.rules import average_horizon, check_aggregate, check_rule, trim_of
+from paceline.settings.rules import average_horizon, check_aggregate, check_rule, chosen, trim_of
 from paceline.settings.stopping import check_goals
 from paceline.settings.strategies import (
     OUTER_WARMUP,
@@ -141,6 +141,8 @@ def resolve(config: RunConfig, launched: bool = False) -> RunConfig:
     )
     if lr_scale(resolved) > 1.0 and not resolved.warmup and resolved.scale_lr == "auto":
         resolved = dataclasses.replace(resolved, warmup=AUTO_WARMUP)
+    if resolved.rule == "auto" and not resolved.warmup and not is_script(resolved):
+        resolved = dataclasses.replace(resolved, warmup=chosen(resolved, None).warmup(workers))
     return resolved
 
 

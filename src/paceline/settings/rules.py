@@ -20,38 +20,48 @@ if TYPE_CHECKING:
     from paceline.interfaces import Rule
 
 SKEWED = 0.3  # from this distance on, the labels of workers count as skewed
-MAX_AT_FULL_STEP = 10  # workers up to which the step keeps its length; 30 workers still converge with a third of it
+MAX_AT_FULL_STEP = 10  # workers up to which a step that is not measured keeps its length
+MAX_WARMUP, WARMUP_OF_MANY = 0.1, 1.6  # a tenth of the run; many workers have few rounds, and warm up for fewer
+AUTOMATIC = ("auto", "auto-counted")
 
 
 @dataclass(frozen=True)
 class RuleChoice:
-    """The rule that `auto` chose, and from how many workers on its steps are shortened (0: never)."""
+    """The rule that `auto` chose, and from how many workers on its steps are shortened (0: by no count of workers)."""
 
     rule: str
     most: int
     why: str
+    is_measured: bool = False  # whether steps are limited by what the server measures (`StepLimit`)
 
     def step(self, workers: int) -> float:
         """The factor of the learning rate."""
         return min(1.0, self.most / workers) if self.most else 1.0
 
+    def warmup(self, workers: int) -> float:
+        """The share of the run over which lr grows, if the user gives none: networks are sharpest when they start."""
+        return min(MAX_WARMUP, WARMUP_OF_MANY / workers) if self.is_measured else 0.0
+
     def line(self, workers: int) -> str:
         """The line that tells the user."""
         shorter = f", steps x {self.step(workers):.2g}" if self.step(workers) < 1.0 else ""
-        return f"rule auto: {self.rule}{shorter} ({self.why})"
+        measured = ", steps limited by the curvature they meet" if self.is_measured else ""
+        return f"rule auto: {self.rule}{shorter} ({self.why}){measured}"
 
 
-def choose(workers: int, skew: float | None, optimizer: str) -> RuleChoice:
+def choose(workers: int, skew: float | None, optimizer: str, is_measured: bool = True) -> RuleChoice:
     """Choose a rule by the number of workers, the skew of their labels (None: unknown) and the optimizer.
 
     Measured on a validation split of Fashion-MNIST (docs/rules.md): foresight is best or level with the best at the
     user's lr and momentum. If labels are skewed, foresight-fair makes the data of slow workers count as much as that of
-    fast ones. Both replace the optimizer. Under another optimizer (Nesterov's momentum is another), skewed labels need
-    the cached gradients of `cached`.
+    fast ones. Both replace the optimizer, and limit their steps by what they measure, if `is_measured`. Under another
+    optimizer (Nesterov's momentum is another), skewed labels need the cached gradients of `cached`.
 
     >>> [choose(workers, 0.9, optimizer).rule for workers, optimizer in ((10, "sgd"), (1, "sgd"), (4, "adam"))]
     ['foresight-fair', 'plain', 'cached']
     >>> choose(30, 0.0, "sgd").line(30)
+    'rule auto: foresight (30 workers, labels spread evenly), steps limited by the curvature they meet'
+    >>> choose(30, 0.0, "sgd", is_measured=False).line(30)
     'rule auto: foresight, steps x 0.33 (30 workers, labels spread evenly)'
     """
     if workers == 1:
@@ -60,7 +70,8 @@ def choose(workers: int, skew: float | None, optimizer: str) -> RuleChoice:
     spread = "unknown" if skew is None else f"{skew:.0%} from the whole" if skewed else "spread evenly"
     why = f"{workers} workers, labels {spread}"
     if optimizer == "sgd":
-        return RuleChoice("foresight-fair" if skewed else "foresight", MAX_AT_FULL_STEP, why)
+        rule = "foresight-fair" if skewed else "foresight"
+        return RuleChoice(rule, 0 if is_measured else MAX_AT_FULL_STEP, why, is_measured)
     even = "ahead" if optimizer == "script" else "plain"
     return RuleChoice("cached" if skewed else even, MAX_AT_FULL_STEP, f"{why}, {optimizer} inside")
 
@@ -84,6 +95,9 @@ class RuleTraits:
 _look_ahead = partial(RuleTraits, knows_workers=True, steps_itself=True, sends_others=True)
 RULES = {
     "auto": RuleTraits("chosen for the workers, their labels and the optimizer", knows_workers=True, sends_others=True),
+    "auto-counted": RuleTraits(
+        "auto, steps shortened by the number of workers, for several servers", knows_workers=True, sends_others=True
+    ),
     "plain": RuleTraits("one shared optimizer stepped on each push"),
     "plain-early": RuleTraits("plain, answered before the push is applied", sends_others=True),
     "damped": RuleTraits("lr / staleness"),
@@ -195,7 +209,7 @@ def chosen(config: RunConfig, skew: float | None) -> RuleChoice:
     if split_of(config).kind in ("iid", "full"):
         skew = 0.0
     workers = max(config.workers or 1, min(max_workers_of(config), 2))
-    return choose(workers, skew, "nesterov" if config.nesterov else config.optimizer)
+    return choose(workers, skew, "nesterov" if config.nesterov else config.optimizer, config.rule != "auto-counted")
 
 
 def build_rule(
@@ -205,25 +219,27 @@ def build_rule(
     prepared: Callable[[], GradientTransform],
     skew: float | None = None,
     grouped: Callable[[Rule], Rule] | None = None,
+    is_limited: bool = False,
 ) -> Rule:
     """Build the rule of a config, with rows for `max_workers` workers and, if asked for, averaged weights.
 
-    `grouped` wraps a rule with momentum of its own, which does not know parameter groups.
+    `grouped` wraps a rule with momentum of its own, which does not know parameter groups. `is_limited` gives a
+    foresight rule a step limit.
     """
     from paceline.core.rules.averaged import Averaged
 
     rule: Rule
-    if config.rule == "auto":
-        from paceline.core.rules.lr_scaling import LrScaling
+    if config.rule in AUTOMATIC:
+        from paceline.core.rules.step_limit import LrScaling
 
         choice = chosen(config, skew)
         inner = replace(config, rule=choice.rule, average="none")
-        rule = build_rule(inner, max_workers, optimizer, prepared, grouped=grouped)
+        rule = build_rule(inner, max_workers, optimizer, prepared, grouped=grouped, is_limited=choice.is_measured)
         rule = LrScaling(rule, choice.most) if choice.most else rule
     elif strategy_of(config).is_local or rule_of(config).traits.for_drifts:
         rule = _on_drifts(config)
     elif rule_of(config).traits.steps_itself:
-        rule = _stepping_itself(config, max_workers, prepared())
+        rule = _stepping_itself(config, max_workers, prepared(), is_limited)
         rule = grouped(rule) if grouped is not None else rule
     else:
         rule = _around(config, max_workers, optimizer)
@@ -262,11 +278,12 @@ def _around(config: RunConfig, max_workers: int, make_optimizer: Callable[[], Op
     return rules[rule_of(config).name]()
 
 
-def _stepping_itself(config: RunConfig, max_workers: int, prepared: GradientTransform) -> Rule:
+def _stepping_itself(config: RunConfig, max_workers: int, prepared: GradientTransform, is_limited: bool) -> Rule:
     from paceline.core.rules.buffered import Buffered
     from paceline.core.rules.dana import Dana, DanaSlim
     from paceline.core.rules.foresight import Foresight, ForesightCached, ForesightFair
     from paceline.core.rules.ringleader import Ringleader
+    from paceline.core.rules.step_limit import LIMITED_HORIZON, StepLimit
 
     name, number = rule_of(config)
     if name == "buffered":
@@ -275,10 +292,18 @@ def _stepping_itself(config: RunConfig, max_workers: int, prepared: GradientTran
         "dana": Dana,
         "dana-slim": DanaSlim,
         "ringleader": Ringleader,
+    }
+    foresight: dict[str, type[ForesightCached]] = {
         "foresight-cached": ForesightCached,
         "foresight": Foresight,
         "foresight-fair": ForesightFair,
     }
+    if name in foresight:
+        if is_limited:
+            return foresight[name](
+                config.momentum, max_workers, prepared, LIMITED_HORIZON, limit=StepLimit(max_workers)
+            )
+        return foresight[name](config.momentum, max_workers, prepared)
     return rules[name](config.momentum, max_workers, prepared)
 
 

@@ -8,7 +8,7 @@ from paceline.config import RunConfig, is_simulated
 from paceline.data.datasets import DATASETS
 from paceline.settings.features import Feature
 from paceline.settings.preprocessing import split_of
-from paceline.settings.rules import rule_of
+from paceline.settings.rules import AUTOMATIC, rule_of
 from paceline.settings.strategies import strategy_of, why_not
 
 SKEWED_BELOW = 1.0  # A Dirichlet split with a smaller ALPHA leaves most workers without some of the labels
@@ -103,7 +103,7 @@ def _starved(config: RunConfig) -> str | None:
 
 
 def _adam_on_skew(config: RunConfig) -> str | None:
-    if not config.optimizer.startswith("adam") or not is_skewed(config) or config.rule in ("cached", "auto"):
+    if not config.optimizer.startswith("adam") or not is_skewed(config) or config.rule in ("cached", *AUTOMATIC):
         return None
     return (
         f"{config.optimizer} with --split {config.split} and pushes applied one by one follows the labels of the "

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paceline.core.optimizers import Sgd
-from paceline.core.rules.lr_scaling import SMOOTHING, LrScaling
 from paceline.core.rules.plain import Plain
+from paceline.core.rules.step_limit import STALENESS_SMOOTHING, LrScaling
 from paceline.interfaces import Arrival
 
 
@@ -15,7 +15,7 @@ def slow_steps(stalenesses: list[int], live: list[int], most: int) -> list[float
     """What the lr is multiplied by at each update."""
     mean, found = 0.0, []
     for staleness, number in zip(stalenesses, live, strict=True):
-        mean = (1 - SMOOTHING) * mean + SMOOTHING * staleness
+        mean = (1 - STALENESS_SMOOTHING) * mean + STALENESS_SMOOTHING * staleness
         found.append(min(1.0, most / max(number, mean + 1)))
     return found
 

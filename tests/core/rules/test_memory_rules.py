@@ -59,9 +59,9 @@ class SlowForesight(SlowCached):
         before = self.interval.get(worker, num_live)
         self.interval[worker] = 0.9 * before + 0.1 * min(staleness + 1, 3.0 * before)
         self.gamma = self.momentum ** (1 / max(self.interval.values()))
-        self.lr = lr * (1 - self.gamma) / (1 - self.momentum)
+        self.lr = lr / (1 - self.momentum)
         self.u = self.mean(num_live)
-        self.velocity = [self.gamma * v + u for v, u in zip(self.velocity, self.u, strict=True)]
+        self.velocity = [self.gamma * v + (1 - self.gamma) * u for v, u in zip(self.velocity, self.u, strict=True)]
         self.weights = [w - self.lr * v for w, v in zip(self.weights, self.velocity, strict=True)]
 
     def sent(self, worker: int) -> list[float]:
@@ -69,7 +69,7 @@ class SlowForesight(SlowCached):
         u = self.mean(self.num_live) if self.latest else [0.0] * SIZE
         kept = self.gamma * (1 - self.gamma**ahead) / (1 - self.gamma)
         return [
-            w - self.lr * (kept * v + (ahead - kept) / (1 - self.gamma) * g)
+            w - self.lr * (kept * v + (ahead - kept) * g)
             for w, v, g in zip(self.weights, self.velocity, u, strict=True)
         ]
 
@@ -84,7 +84,8 @@ class SlowFarsight(SlowForesight):
         weights, velocity = self.weights, self.velocity
         super().push(worker, gradient, staleness, lr, num_live)
         weight = self.weight(worker, num_live)
-        self.velocity = [self.gamma * v + weight * g for v, g in zip(velocity, gradient, strict=True)]
+        fresh = 1 - self.gamma
+        self.velocity = [self.gamma * v + fresh * weight * g for v, g in zip(velocity, gradient, strict=True)]
         self.weights = [w - self.lr * v for w, v in zip(weights, self.velocity, strict=True)]
 
 
@@ -100,7 +101,7 @@ def test_the_look_ahead_is_the_sum_of_the_next_steps() -> None:
         slow.push(worker, [1.0, -2.0, 3.0, 0.5, 0.0], 2, 0.1, 3)
     velocity, weights = list(slow.velocity), list(slow.weights)
     for _ in range(3):  # 1.5 (3 - 1)
-        velocity = [slow.gamma * v + u for v, u in zip(velocity, slow.u, strict=True)]
+        velocity = [slow.gamma * v + (1 - slow.gamma) * u for v, u in zip(velocity, slow.u, strict=True)]
         weights = [w - slow.lr * v for w, v in zip(weights, velocity, strict=True)]
     assert slow.sent(0) == pytest.approx(weights)
 

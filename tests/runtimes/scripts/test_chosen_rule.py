@@ -40,7 +40,8 @@ def test_the_rule_of_an_own_loop_depends_on_how_its_labels_are_split(
 ) -> None:
     config = resolve(RunConfig(strategy="async", workers=2, split=split, task="script:own"))
     _, _, server = learn(config, [hello(skew)] * 2, RunFolder(tmp_path))
-    assert server.rule.name == f"{rule} (lr scaled)"
+    limited = "step limited" if rule.startswith("foresight") else "lr scaled"
+    assert server.rule.name == f"{rule} ({limited})"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,8 @@ def test_only_sgd_with_classical_momentum_is_replaced(
     split = "labels" if skew else "iid"
     config = resolve(RunConfig(strategy="async", workers=2, split=split, task="script:own"))
     resolved, _, server = learn(config, [hello(skew, **facts)] * 2, RunFolder(tmp_path))
-    assert server.rule.name == f"{rule} (lr scaled)" and resolved.lr == 0.1
+    limited = "step limited" if rule.startswith("foresight") else "lr scaled"
+    assert server.rule.name == f"{rule} ({limited})" and resolved.lr == 0.1
     assert server.own_loops.targets and server.training.lr(0, 0) == 1.0, "the loops bring the learning rate"
     notes: list[str] = []
     announce_loop(resolved, {**first_facts(LAYOUT, skew=skew), **facts}, lambda row: notes.append(row["text"]))

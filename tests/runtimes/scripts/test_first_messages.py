@@ -60,7 +60,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
 def test_the_budget_is_what_all_workers_train_on(split: str, epochs: float, folder: RunFolder) -> None:
     """So a cosine schedule ends at 0, however unequal the shards are."""
     settings = {"epochs": epochs, "split": split, "schedule": "cosine", "batch_size": 8}
-    config = resolve(RunConfig(workers=3, task="a:b", strategy="async", **settings))  # type: ignore[arg-type]
+    config = resolve(RunConfig(workers=3, task="script:b", strategy="async", **settings))  # type: ignore[arg-type]
     hellos = [hello(DataLoader(DATA, 8, shuffle=True), config, worker) for worker in range(3)]
     _, _, server = learn(config, hellos, folder)
     assert server.budget == Budget(int(500 * epochs), 500)
@@ -79,7 +79,7 @@ def test_the_budget_is_what_all_workers_train_on(split: str, epochs: float, fold
 def test_a_loop_trains_for_steps_for_epochs_or_as_long_as_it_likes(
     known: dict[str, Any], expected: Budget, folder: RunFolder
 ) -> None:
-    config = resolve(RunConfig(workers=2, task="a:b", strategy="async"))
+    config = resolve(RunConfig(workers=2, task="script:b", strategy="async"))
     first = hello(DataLoader(DATA, 8, shuffle=True), config, 0)
     first.facts.update(known)
     _, _, server = learn(config, [first] * 2, folder)
@@ -97,7 +97,7 @@ def test_a_loop_trains_for_steps_for_epochs_or_as_long_as_it_likes(
 def test_a_length_that_nobody_knows_is_one_line(
     known: dict[str, Any], settings: dict[str, Any], message: str, folder: RunFolder
 ) -> None:
-    config = resolve(RunConfig(workers=2, task="a:b", strategy="async", **settings))
+    config = resolve(RunConfig(workers=2, task="script:b", strategy="async", **settings))
     first = hello(DataLoader(DATA, 8, shuffle=True), config, 0)
     first.facts.update(known)
     with pytest.raises(UserError, match=message) as error:
@@ -107,7 +107,7 @@ def test_a_length_that_nobody_knows_is_one_line(
 
 def test_workers_must_draw_the_same_samples() -> None:
     """With other numbers of their own, two workers would train on what each other holds out."""
-    config = resolve(RunConfig(workers=2, task="a:b"))
+    config = resolve(RunConfig(workers=2, task="script:b"))
     loaders = [DataLoader(DATA, 8, sampler=SubsetRandomSampler(range(start, start + 400))) for start in (0, 100, 0)]
     first, other, same = (
         expected_facts(hello(loader, config, worker)) for worker, loader in zip((0, 1, 1), loaders, strict=True)

@@ -31,4 +31,4 @@ def test_the_rule_that_is_announced_for_an_own_task_is_the_one_applied(split: st
     host.close()
     (line,) = (row["text"] for row in rows if row["kind"] == "note" and row["text"].startswith("rule auto: "))
     assert line.startswith(f"rule auto: {rule} (2 workers, labels ")
-    assert host.server.rule.name == f"{rule} (lr scaled) (averaged)"
+    assert host.server.rule.name == f"{rule} (step limited) (averaged)"

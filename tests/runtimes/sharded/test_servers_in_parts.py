@@ -174,14 +174,14 @@ SETTINGS = {
     "nesterov": {"strategy": "async", "rule": "plain", "nesterov": True},
     "adam": {"strategy": "async", "rule": "plain", "optimizer": "adam", "average": "on", "weight_decay": 0.01},
     "adam in rounds": {"strategy": "backup:1", "rule": "plain", "optimizer": "adam", "average": "20"},
-    "bounded": {"strategy": "bounded:1", "rule": "auto", "schedule": "cosine", "warmup": 0.2},
-    "elastic": {"strategy": "async", "rule": "auto", "max_workers": 4},
+    "bounded": {"strategy": "bounded:1", "rule": "auto-counted", "schedule": "cosine", "warmup": 0.2},
+    "elastic": {"strategy": "async", "rule": "auto-counted", "max_workers": 4},
     "diloco": {"strategy": "diloco:3", "path": "star"},
     "async-local": {"strategy": "async-local:2"},
     **{
         rule: {"strategy": "async", "rule": f"{rule}:2" if traits.letter else rule, "average": "on"}
         for rule, traits in RULES.items()
-        if not traits.for_drifts
+        if not traits.for_drifts and rule != "auto"  # which needs all weights in one server
     },
 }
 

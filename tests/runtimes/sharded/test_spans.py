@@ -48,6 +48,7 @@ def test_the_layouts_of_the_parts_name_every_parameter_where_it_lies(
         ({"pull_codec": "topk:0.1"}, "--pull-codec topk:0.1 looks at all of them at once"),
         ({"pull_codec": "lowrank:2"}, "--pull-codec lowrank:2 looks at all of them at once"),
         ({"clip": 1.0}, "--clip 1"),
+        ({"workers": 4}, "--rule auto measures its steps on all of them: use --rule auto-counted"),
         ({"optimizer": "lars", "rule": "plain"}, "lars"),
     ],
 )

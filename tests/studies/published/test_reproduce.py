@@ -133,7 +133,8 @@ def test_the_third_column_is_what_we_would_choose(tmp_path: Path, capsys: pytest
     as_published = RunFolder(runs / "22-async-2-labels-lenet5-sgd-seed0").result()
     assert by_itself is not None and as_published is not None
     assert (
-        by_itself["rule_applied"] == "foresight-fair (lr scaled) (averaged)" and as_published["rule_applied"] == "plain"
+        by_itself["rule_applied"] == "foresight-fair (step limited) (averaged)"
+        and as_published["rule_applied"] == "plain"
     )
     rows = list(csv.DictReader((runs / "table.csv").read_text().splitlines()))
     assert all(float(row["automatic_averaged_test_accuracy_mean"]) > 0 for row in rows)

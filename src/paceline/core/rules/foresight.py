@@ -12,6 +12,7 @@ from paceline.core.membership import OUTLIER, SMOOTHING
 from paceline.core.optimizers import GradientTransform, Optimizer
 from paceline.core.rules.cached import forget, remember
 from paceline.core.rules.plain import StatelessHooks
+from paceline.core.rules.step_limit import StepLimit
 from paceline.core.rules.worker_rows import (
     Scalar,
     add_scaled,
@@ -22,6 +23,7 @@ from paceline.core.rules.worker_rows import (
     load,
     load_all,
     move_between,
+    move_towards,
     pushers_place,
     scale,
     sum_rows,
@@ -43,15 +45,16 @@ def next_interval(interval: Scalar, arrival: Arrival, smoothing: float = SMOOTHI
 class ForesightCached(StatelessHooks):
     """Step along the mean u of every worker's latest gradient; send worker i the weights expected in m_i updates.
 
-    total += g - c_i;  c_i = g;  u = total / n;  v = gamma_u v + u;  weights -= lr_u v
-    gamma_u = gamma^(1/max_j tau_j);  lr_u = lr (1 - gamma_u)/(1 - gamma)
-    worker i is sent  weights - lr_u (K v + (m_i - K)/(1 - gamma_u) u),  m_i = 1.5 (tau_i - 1),
+    total += g - c_i;  c_i = g;  u = total / n;  v += (1 - gamma_u)(u - v);  weights -= lr/(1 - gamma) v
+    gamma_u = gamma^(1/max_j tau_j)
+    worker i is sent  weights - lr/(1 - gamma) (K v + (m_i - K) u),  m_i = 1.5 (tau_i - 1),
     K = gamma_u (1 - gamma_u^m_i)/(1 - gamma_u):  the next m_i steps, if u does not change.
     tau_i, the updates between two arrivals of worker i, is a running mean of min(staleness + 1, 3 tau_i) that starts
     at n. The cap keeps one long pause of a worker from being taken for its speed.
 
     The momentum is the method, so no other optimizer fits: Adam's steps have no such sum. A worker without a known
     interval is sent the live weights. Touches 5 tensors: g, c_i, total, v, the weights.
+    With a step limit, g is clipped, lr divided by s, and gamma_u = gamma^(1/(s max_j tau_j)) (see `StepLimit`).
 
     >>> weights, rule = torch.zeros(1), ForesightCached(0.0, max_workers=2)
     >>> state, sent = rule.start(weights), torch.zeros(1)
@@ -71,10 +74,13 @@ class ForesightCached(StatelessHooks):
         prepared: GradientTransform | None = None,
         horizon: float = HORIZON,
         smoothing: float = SMOOTHING,
+        limit: StepLimit | None = None,
     ) -> None:
-        self.momentum, self.max_workers = momentum, max_workers
+        self.momentum, self.max_workers, self.limit = momentum, max_workers, limit
         self.prepared = prepared or GradientTransform()
         self.horizon, self.smoothing = horizon, smoothing
+        if limit is not None:
+            self.name = f"{self.name} (step limited)"
 
     def start(self, weights: Tensor) -> State:
         self.prepared.move_to(weights.device)
@@ -84,56 +90,72 @@ class ForesightCached(StatelessHooks):
         return {
             "cache": table(weights, self.max_workers),
             "total": torch.zeros_like(weights),
-            "velocity": torch.zeros_like(weights),
+            "direction": torch.zeros_like(weights),
             "numbers": torch.zeros(size, dtype=torch.float64, device=weights.device),
+            **(self.limit.start(weights) if self.limit is not None else {}),
         }
 
     def leave(self, state: State, worker: int) -> None:
         forget(state, worker)
         state["numbers"][worker].zero_()  # an assignment would synchronise a GPU
+        if self.limit is not None:
+            self.limit.leave(state, worker)
 
     def recompute_sums(self, state: State) -> None:
         sum_rows(state["cache"], state["total"])
+        if self.limit is not None:
+            self.limit.recompute_sums(state)
 
     def expire(self, state: State, worker: int) -> None:
         forget(state, worker)
+        if self.limit is not None:
+            self.limit.expire(state, worker)
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
-        interval, decay, step, share = self._measure(state["numbers"], arrival)
         gradient = self.prepared.prepare(weights, update)
+        gradient, interval, decay, step, share = self._measure(state, gradient, arrival)
         remember(state, pushers_place(state["cache"], arrival), gradient)
-        self.accelerate(state, gradient, decay, share, interval)
-        add_scaled(weights, state["velocity"], -step)
+        self.turn(state, gradient, 1.0 - decay, share, interval)
+        add_scaled(weights, state["direction"], -step)
 
-    def accelerate(self, state: State, gradient: Tensor, decay: Scalar, share: Scalar, interval: Scalar) -> None:
-        """Decay the velocity and add the direction of this update."""
-        scale(state["velocity"], decay)
-        add_scaled(state["velocity"], state["total"], share)
+    def turn(self, state: State, gradient: Tensor, fresh: Scalar, share: Scalar, interval: Scalar) -> None:
+        """Move the direction of the steps by a share of `fresh` towards the gradient of this update."""
+        scale(state["direction"], 1.0 - fresh)
+        add_scaled(state["direction"], state["total"], fresh * share)
 
-    def _measure(self, numbers: Tensor, arrival: Arrival) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-        """Update the worker's interval; return it with the decay, the step and the share that follow.
+    def _measure(
+        self, state: State, gradient: Tensor, arrival: Arrival
+    ) -> tuple[Tensor, Scalar, Scalar, Scalar, Scalar]:
+        """Update the worker's interval; return the gradient to use, the interval, and the decay, step and share.
 
         `numbers` holds the interval of every worker, then decay, step and share, for the next reply.
         """
-        worker, max_workers = arrival.worker, self.max_workers
+        numbers, worker, max_workers = state["numbers"], arrival.worker, self.max_workers
         if isinstance(worker, Tensor):
             intervals, mine = numbers[:, :max_workers], worker[:, None]
             interval = next_interval(intervals.gather(1, mine), arrival, self.smoothing)
             intervals.scatter_(1, mine, torch.as_tensor(interval))
-            found = (interval, *self._pace(intervals.amax(-1, keepdim=True), arrival))
-            keep_all(numbers[:, max_workers:], found[1:])
-            return found
+            gradient, longer = self._limited(state, gradient, arrival, interval)
+            pace = self._pace(intervals.amax(-1, keepdim=True), longer, arrival)
+            keep_all(numbers[:, max_workers:], pace)
+            return gradient, interval, *pace
         assert worker is not None, "a rule that knows its workers was handed the mean of several"
         row = numbers.tolist()
         row[worker] = interval = next_interval(row[worker], arrival, self.smoothing)
-        row[max_workers:] = pace = self._pace(max(row[:max_workers]), arrival)
+        gradient, longer = self._limited(state, gradient, arrival, interval)
+        row[max_workers:] = pace = self._pace(max(row[:max_workers]), longer, arrival)
         keep_all(numbers, row)
-        return interval, *pace
+        return gradient, interval, *pace
 
-    def _pace(self, longest: Scalar, arrival: Arrival) -> tuple[Scalar, Scalar, Scalar]:
-        """The decay and step per update for the longest interval, and the share of one worker."""
-        decay: Scalar = self.momentum ** (1.0 / longest)
-        return decay, load(arrival.lr) * (1.0 - decay) / (1.0 - self.momentum), 1.0 / arrival.num_live
+    def _limited(self, state: State, gradient: Tensor, arrival: Arrival, interval: Scalar) -> tuple[Tensor, Scalar]:
+        if self.limit is None:
+            return gradient, 1.0
+        return self.limit.measure(state, gradient, arrival, interval)
+
+    def _pace(self, longest: Scalar, longer: Scalar, arrival: Arrival) -> tuple[Scalar, Scalar, Scalar]:
+        """The decay per update for the longest interval, the length of a step, and the share of one worker."""
+        decay: Scalar = self.momentum ** (1.0 / (longest * longer))
+        return decay, load(arrival.lr) / ((1.0 - self.momentum) * longer), 1.0 / arrival.num_live
 
     def reply_weights(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
         numbers, max_workers = state["numbers"], self.max_workers
@@ -144,18 +166,19 @@ class ForesightCached(StatelessHooks):
             row = numbers.tolist()
             interval, (decay, step, share) = row[worker], row[max_workers:]
         ahead = self.horizon * at_least(interval - 1.0, 0.0)
-        kept = 1.0 - decay
-        of_velocity = decay * (1.0 - decay**ahead) / kept
-        of_mean = (ahead - of_velocity) / kept
-        add_scaled(weights, state["velocity"], -step * of_velocity, out=out)
-        add_scaled(out, state["total"], -step * of_mean * share)
+        along = decay * (1.0 - decay**ahead) / (1.0 - decay)
+        add_scaled(weights, state["direction"], -step * along, out=out)
+        add_scaled(out, state["total"], -step * (ahead - along) * share)
+        if self.limit is not None:
+            self.limit.sent(state, worker, out)
 
 
 class Foresight(ForesightCached):
     """Like `foresight-cached`, but the step is along the gradient that arrived: cached ones only serve the look-ahead.
 
-    v = gamma_u v + g;  weights -= lr_u v;  worker i is sent  weights - lr_u (K v + (m_i - K)/(1 - gamma_u) u)
-    with u the mean of every worker's latest gradient, and gamma_u, lr_u, K and m_i as in `foresight-cached`. Old
+    v += (1 - gamma_u)(g - v);  weights -= lr/(1 - gamma) v
+    worker i is sent  weights - lr/(1 - gamma) (K v + (m_i - K) u)
+    with u the mean of every worker's latest gradient, and gamma_u, K and m_i as in `foresight-cached`. Old
     gradients predict well where the weights will be, and are too stale to step along. Paceline's own rule. No other
     optimizer fits.
     Touches 5 tensors: g, c_i, total, v, the weights.
@@ -173,12 +196,12 @@ class Foresight(ForesightCached):
 
     name = "foresight"
 
-    def accelerate(self, state: State, gradient: Tensor, decay: Scalar, share: Scalar, interval: Scalar) -> None:
-        add_scaled(gradient, state["velocity"], decay, out=state["velocity"])
+    def turn(self, state: State, gradient: Tensor, fresh: Scalar, share: Scalar, interval: Scalar) -> None:
+        move_towards(state["direction"], gradient, fresh)
 
 
 class ForesightFair(Foresight):
-    """`foresight` with v = gamma_u v + min(tau_i/n, 3) g: a worker's data counts equally, however often it pushes.
+    """`foresight` with v = gamma_u v + (1 - gamma_u) min(tau_i/n, 3) g: all data counts equally, however often pushed.
 
     tau_i, the updates between two arrivals of worker i, is n if all workers are equally fast. Use it if slow workers
     hold labels that the others lack; on evenly split data it only gives the stalest gradients the most weight. A push
@@ -196,9 +219,9 @@ class ForesightFair(Foresight):
     name = "foresight-fair"
     max_weight = 3.0
 
-    def accelerate(self, state: State, gradient: Tensor, decay: Scalar, share: Scalar, interval: Scalar) -> None:
-        scale(state["velocity"], decay)
-        add_scaled(state["velocity"], gradient, at_most(interval * share, self.max_weight))
+    def turn(self, state: State, gradient: Tensor, fresh: Scalar, share: Scalar, interval: Scalar) -> None:
+        scale(state["direction"], 1.0 - fresh)
+        add_scaled(state["direction"], gradient, fresh * at_most(interval * share, self.max_weight))
 
 
 class Ahead(StatelessHooks):

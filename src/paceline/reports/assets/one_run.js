@@ -29,6 +29,7 @@ class OneRun {
     this.loss = new LineChart(grid, "Loss");
     this.accuracy = new LineChart(grid, "Accuracy");
     this.norm = new LineChart(grid, "Weight norm", { height: 200 });
+    this.factor = new LineChart(grid, "Step limit", { height: 200 });
     this.rate = new LineChart(grid, "Learning rate", { height: 200 });
     this.classes = new Rows(grid, "Test accuracy by class");
   }
@@ -109,6 +110,9 @@ class OneRun {
     this.accuracy.update(accuracySpec(run, axis, this.x(run), marks));
     this.classes.update(classSpec(run));
     this.norm.update(lineSpec(run.progress, "norm", axis, this.x(run), { label: "length of the weight vector", kind: "number" }));
+    const factors = run.progress.step_factor || [];
+    const factor = factors.some((one) => one !== null && one < 1);
+    this.factor.update(factor ? lineSpec(run.progress, "step_factor", axis, this.x(run), { label: "factor of the step limit", kind: "number", zero: true }) : null);
     const rates = run.progress.lr || [];
     const moves = rates.some((one) => one !== rates[0]);
     this.rate.update(moves ? lineSpec(run.progress, "lr", axis, this.x(run), { label: "length of a step", kind: "number", zero: true }) : null);

@@ -64,7 +64,7 @@ def serve(
     """
     if command is not None:
         return _serve_new_script(config, options, console, tell, command)
-    config = resolve(config)
+    config = _resolved(config, options)
     refuse_simulated(config)
     require_star(config, may_restart=tell is None)
     require_cuttable(config, options.num_servers)
@@ -128,7 +128,7 @@ def serve_or_resume(
     if not folder.has_log:
         folder.discard_unstarted()
         return serve(config, options, console, command=command)
-    _require_same_settings(config, folder, command)
+    _require_same_settings(config, options, folder, command)
     result = folder.result()
     if result is not None and result["status"] != "stopped":
         return folder, result
@@ -137,9 +137,21 @@ def serve_or_resume(
     return serve_again(folder.path, options, console, {name: getattr(config, name) for name in UPKEEP})
 
 
-def _require_same_settings(config: RunConfig, folder: RunFolder, command: list[str] | None) -> None:
+def _resolved(config: RunConfig, options: ListenOptions) -> RunConfig:
+    """The settings of a new run; a measured step needs all weights in one server, and several count pushes instead."""
+    resolved = resolve(config)
+    if options.num_servers > 1 and resolved.rule == "auto":
+        return resolve(dataclasses.replace(config, rule="auto-counted"))
+    return resolved
+
+
+def _require_same_settings(
+    config: RunConfig, options: ListenOptions, folder: RunFolder, command: list[str] | None
+) -> None:
     """Raise UserError if a run was started with other settings of its training than it is to be continued with."""
-    resolved = resolve_dataset(resolve(config))[0] if command is None else settings_of_script(config, command)[0]
+    resolved = (
+        resolve_dataset(_resolved(config, options))[0] if command is None else settings_of_script(config, command)[0]
+    )
     asked, before = to_dict(resolved), to_dict(folder.config())
     ours = ["threads"] if config.threads is None else []  # by default as many as this machine has
     ours += [*SCRIPT_DECIDES, *SCRIPT_MAY_DECIDE] if command is not None else []

@@ -229,6 +229,7 @@ class Progress:
             "staleness": round(sum(k * c for k, c in server.staleness.items()) / max(1, server.staleness.total()), 3),
             "live": server.num_live,
             "lr": server.lr_inside,
+            **_limited(server),
         }
         self._report({"kind": "progress", "now": round(now, 3), **row})
         if self.next_share is None:
@@ -242,6 +243,12 @@ class Progress:
             self._next_row = now + ROW_SECONDS
             self._since, self._samples_then = now, server.samples
             self.losses.clear()
+
+
+def _limited(server: Server) -> dict[str, float]:
+    """What the rule's step limit, if there is one, multiplied the learning rate of the last update by."""
+    limit = server.rule_state.get("limit")
+    return {"step_factor": round(1.0 / float(limit[-1]), 4)} if limit is not None else {}
 
 
 def own_names(task: Any, config: RunConfig) -> dict[str, Any]:

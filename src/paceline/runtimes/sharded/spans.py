@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.settings.codecs import CODECS, build_part, codec_of
+from paceline.settings.rules import chosen
 from paceline.settings.strategies import strategy_of
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def require_cuttable(config: RunConfig, servers: int) -> None:
         raise UserError(f"{divided} --clip {config.clip:g} needs the norm of all of them: leave out one of the two")
     if config.optimizer == "lars":
         raise UserError(f"{divided} lars needs the norm of each layer: leave out one, or use --optimizer sgd")
+    if config.rule == "auto" and chosen(config, None).is_measured:
+        raise UserError(f"{divided} --rule auto measures its steps on all of them: use --rule auto-counted")
 
 
 def grain_of(config: RunConfig) -> int:

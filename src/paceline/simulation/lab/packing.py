@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from paceline.errors import UserError
-from paceline.settings.rules import average_horizon, chosen, rule_of
+from paceline.settings.rules import AUTOMATIC, average_horizon, chosen, rule_of
 from paceline.simulation.lab.batch import LabRun
 
 MEMORY_SHARE = 0.6  # share of the device's free memory to use
@@ -21,7 +21,7 @@ def group_rows(rows: list[LabRun]) -> list[list[LabRun]]:
     groups: dict[tuple[Any, ...], list[LabRun]] = {}
     for row in rows:
         c = row.config
-        rule = f"auto {chosen(c, row.skew).rule}" if c.rule == "auto" else c.rule
+        rule = f"{c.rule} {chosen(c, row.skew).rule}" if c.rule in AUTOMATIC else c.rule
         kind = (c.model, row.trace.workers.shape[1], c.optimizer, c.momentum, c.nesterov, tuple(c.betas), c.batch_size)
         groups.setdefault((*kind, c.weight_decay, c.clip, rule, average_horizon(c)), []).append(row)
     return list(groups.values())
