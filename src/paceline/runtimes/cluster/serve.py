@@ -24,6 +24,7 @@ from paceline.runs.recording import ScriptCall
 from paceline.runtimes.cluster.credentials import Credentials, ListenOptions, as_before, make_credentials
 from paceline.runtimes.scripts.launch import script_to_resume, settings_of_script
 from paceline.runtimes.scripts.remote.code import ServedScript
+from paceline.runtimes.server.admission import worker_command
 from paceline.runtimes.sharded.processes import ShardProcesses
 from paceline.runtimes.sharded.spans import require_cuttable
 from paceline.settings.features import Feature
@@ -293,7 +294,8 @@ def _announce(
     host_name, port = parse_address(listener.address)
     how = f": workers connect to port {port} of this machine" if host_name in ANYWHERE else ""
     if tell is None and is_loopback(host_name):
-        how = f": start workers on this machine with 'paceline worker --run {folder.path}'"
+        command = worker_command(listener.address, folder.path, order.config.workers or 1)
+        how = f": start workers on this machine with {command}"
     order.console.note(f"serving at {listener.address}{how}")
     if tell is not None:
         tell(Listening(listener.address, own.tls is not None, line.stop))

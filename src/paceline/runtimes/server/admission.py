@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from paceline.config import RunConfig, to_dict
@@ -15,9 +16,11 @@ from paceline.runs.folder import NOT_COME, RunFolder
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import Peers, TcpPeers
 from paceline.runtimes.server.service import Dispatcher
+from paceline.system.cpu import cores
 from paceline.system.environment import machine_name, package_version
 from paceline.system.terminal import seconds_text
-from paceline.transports.connection import ANYWHERE, parse_address
+from paceline.transports.auth import TOKEN_VARIABLE
+from paceline.transports.connection import ANYWHERE, is_loopback, parse_address
 from paceline.transports.listener import JoinRequest
 from paceline.transports.tcp_server import TcpPeer
 
@@ -25,6 +28,22 @@ CEILING_SECONDS = 60.0  # the longest that a silent worker is waited for
 REMIND_SECONDS, RAREST_SECONDS = 30.0, 1800.0
 """When the user is first reminded of workers that have not joined, and the longest pause between two reminders."""
 SKEW_SECONDS = 10.0  # clocks that differ by less are taken as equal, since the message itself was under way
+
+
+def worker_command(address: str, run: Path, num_workers: int) -> str:
+    """The command, in quotes, that starts a worker of a server at `address`, and where the token is that it needs.
+
+    Workers of one machine get their share of its threads.
+
+    >>> worker_command("10.0.0.1:29500", Path("runs/a"), 4)
+    "'PACELINE_TOKEN=... paceline worker --connect 10.0.0.1:29500' (the token is in runs/a/token)"
+    """
+    host, port = parse_address(address)
+    if is_loopback(host):
+        threads = f" --threads {max(1, cores() // num_workers)}" if num_workers > 1 else ""
+        return f"'paceline worker --run {run}{threads}'"
+    where = f"{socket.gethostname()}:{port}" if host in ANYWHERE else address
+    return f"'{TOKEN_VARIABLE}=... paceline worker --connect {where}' (the token is in {run}/token)"
 
 
 class WorkerHost(NamedTuple):
@@ -228,11 +247,10 @@ class StartBarrier:
             self._host.stop(NOT_COME)
         elif seconds > self._remind_after:
             self._remind_after += min(self._remind_after, RAREST_SECONDS)
-            host, port = parse_address(self._address)
-            where = f"{socket.gethostname()}:{port}" if host in ANYWHERE else self._address
             here, expected = len(self._peers.by_worker), self._host.server.num_workers
             what = f"{here} of {expected} workers are here after {seconds_text(round(seconds))}"
-            self._dispatcher.note(f"{what}: start the others with 'paceline worker --connect {where}'")
+            how = worker_command(self._address, self._host.folder.path, expected)
+            self._dispatcher.note(f"{what}: start the others with {how}")
 
     def give_up_lost(self, now: float) -> None:
         """Start a resumed run without workers that do not come back in time; they may still join later."""
