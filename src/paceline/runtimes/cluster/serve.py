@@ -222,8 +222,11 @@ def _serve(order: _ServeOrder) -> dict[str, Any]:
     keep_freed_memory()
     flush_subnormals()
     raise_file_limit()
-    own = make_credentials(order.options, order.folder, order.console.note)
+    notes: list[str] = []  # said when the address is known to be free: a token of a run that never was is no use
+    own = make_credentials(order.options, order.folder, notes.append)
     listener = Listener(order.options.address, own.token, own.tls)
+    for note in notes:
+        order.console.note(note)
     line = ForegroundChannel(order.console.report)
     facts = {**provenance(order.config, order.location), "servers": order.options.num_servers}
     how = _serve_task if order.script is None else _serve_loops
