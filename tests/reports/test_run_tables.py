@@ -147,11 +147,9 @@ def test_compare_shows_what_differs_and_all_there_is_as_csv_and_json(
     (runs / "notes.md").write_text("")
     assert main(["compare", *paths, str(runs / "notes.md")]) == 0
     out, error = capsys.readouterr()
-    head, first, second, *under = (line.split() for line in out.splitlines())
+    head, first, second, *_ = (line.split() for line in out.splitlines())
     assert head[:2] == ["run", "strategy"] and "lr" not in head and "workers" not in head
-    assert "same for all: workers 2, model lenet5, data fashion-mnist," in " ".join(
-        word for line in under for word in line
-    )
+    assert "same for all: workers 2, model lenet5, data fashion-mnist," in " ".join(out.split())
     assert (first[0], second[0]) == ("run1", "run0")
     assert f"{runs / 'notes.md'} is not a run folder and contains none: ignored" in error
     assert main(["compare", str(runs), "--csv"]) == 0

@@ -71,7 +71,7 @@ def test_a_new_run_waits_for_all_that_it_was_promised(record: Record) -> None:
 def test_the_reminder_names_a_command_that_a_worker_can_join_with(
     record: Record, address: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.runtimes.server.admission.cores", lambda: 2)
+    monkeypatch.setattr("paceline.transports.auth.cores", lambda: 2)
     run = record(strategy="async", workers=2)
     with barrier_of(run, address) as (barrier, said):
         barrier.check(time.monotonic() + REMIND_SECONDS + 1.0)

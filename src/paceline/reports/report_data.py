@@ -217,8 +217,8 @@ def run_names(settings: dict[str, Any]) -> dict[str, str | None]:
 
     >>> run_names({"strategy": "bounded:2", "task": "tasks/spirals.py:build", "dataset": "fashion-mnist"})["title"]
     'bounded:2, spirals:build'
-    >>> run_names({"strategy": "sync", "timing_only": True, "parameters": "62k", "model": "lenet5"})["title"]
-    'sync, 62k parameters, times only'
+    >>> run_names({"strategy": "backup:1", "timing_only": True, "parameters": "62k", "model": "lenet5"})["title"]
+    'backup:1, 62k parameters, times only'
     >>> run_names({"strategy": "backup:1", "model": "lenet5", "dataset": "fashion-mnist"})["title"]
     'backup:1, lenet5 on fashion-mnist'
     """

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+import socket
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ProtocolError, UserError
-from paceline.transports.connection import is_loopback, parse_address
+from paceline.system.cpu import cores
+from paceline.transports.connection import ANYWHERE, is_loopback, parse_address
 from paceline.transports.frames import MAGIC, VERSION
 from paceline.transports.tls import Tls, worker_tls
 
@@ -190,6 +192,22 @@ def token_of(options: ConnectOptions) -> bytes:
         here = "on the server's own machine name the folder instead, as in 'paceline worker --run RUN'"
         raise UserError(f"no token for {options.connect}: give RUN/token by --token-file or {TOKEN_VARIABLE}; {here}")
     return token
+
+
+def worker_command(address: str, run: Path, num_workers: int) -> str:
+    """The command, in quotes, that starts a worker of a server at `address`, and where the token is that it needs.
+
+    Workers of one machine get their share of its threads.
+
+    >>> worker_command("10.0.0.1:29500", Path("runs/a"), 4)
+    "'PACELINE_TOKEN=... paceline worker --connect 10.0.0.1:29500' (the token is in runs/a/token)"
+    """
+    host, port = parse_address(address)
+    if is_loopback(host):
+        threads = f" --threads {max(1, cores() // num_workers)}" if num_workers > 1 else ""
+        return f"'paceline worker --run {run}{threads}'"
+    where = f"{socket.gethostname()}:{port}" if host in ANYWHERE else address
+    return f"'{TOKEN_VARIABLE}=... paceline worker --connect {where}' (the token is in {run}/token)"
 
 
 def wants_tls(chosen: bool | None, address: str) -> bool:

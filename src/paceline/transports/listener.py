@@ -65,10 +65,6 @@ _AT_ONCE = 32
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
-class LeftUnasked(Exception):
-    """A connection that ended before it asked for anything, as of a worker that tries whether a server speaks TLS."""
-
-
 class JoinRequest:
     """An authenticated request to join, which waits for `welcome`, `welcome_back` or `refuse`."""
 
@@ -139,7 +135,7 @@ class UnauthenticatedPeer:
     def step(self) -> JoinRequest | None:
         """Continue with the bytes that have arrived. If they are wrong, close it and raise ProtocolError.
 
-        If there were none before the other end closed it, raise LeftUnasked.
+        If there were none, as from a worker that tries whether a server speaks TLS, the end is a ClosedByPeer.
         """
         connection = self.connection
         try:
@@ -152,7 +148,7 @@ class UnauthenticatedPeer:
         except Exception as error:  # whatever a stranger causes ends his connection alone
             connection.close()
             if isinstance(error, ClosedByPeer) and not self._has_spoken:
-                raise LeftUnasked from None
+                raise
             known = isinstance(error, ProtocolError | ConnectionError)
             raise ProtocolError(str(error) if known else f"{type(error).__name__}: {error}") from None
         if whole is None:
@@ -310,7 +306,7 @@ class Listener:
         number, wanted_write = stranger.fileno(), stranger.wants_write
         try:
             request = stranger.step()
-        except LeftUnasked:  # closing it removed it from the poll
+        except ClosedByPeer:  # closing it removed it from the poll
             self._forget(number)
             return None
         except ProtocolError as error:

@@ -24,7 +24,6 @@ from paceline.runs.recording import ScriptCall
 from paceline.runtimes.cluster.credentials import Credentials, ListenOptions, as_before, make_credentials
 from paceline.runtimes.scripts.launch import script_to_resume, settings_of_script
 from paceline.runtimes.scripts.remote.code import ServedScript
-from paceline.runtimes.server.admission import worker_command
 from paceline.runtimes.sharded.processes import ShardProcesses
 from paceline.runtimes.sharded.spans import require_cuttable
 from paceline.settings.features import Feature
@@ -32,6 +31,7 @@ from paceline.settings.resolve import SCRIPT_DECIDES, SCRIPT_MAY_DECIDE, check_n
 from paceline.settings.strategies import require_feature
 from paceline.system.signals import stop_signals
 from paceline.system.strict_json import seal, to_json
+from paceline.transports.auth import worker_command
 from paceline.transports.connection import ANYWHERE, is_loopback, parse_address
 
 if TYPE_CHECKING:

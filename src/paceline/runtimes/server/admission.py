@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from paceline.config import RunConfig, to_dict
@@ -16,11 +14,9 @@ from paceline.runs.folder import NOT_COME, RunFolder
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import Peers, TcpPeers
 from paceline.runtimes.server.service import Dispatcher
-from paceline.system.cpu import cores
 from paceline.system.environment import machine_name, package_version
 from paceline.system.terminal import seconds_text
-from paceline.transports.auth import TOKEN_VARIABLE
-from paceline.transports.connection import ANYWHERE, is_loopback, parse_address
+from paceline.transports.auth import worker_command
 from paceline.transports.listener import JoinRequest
 from paceline.transports.tcp_server import TcpPeer
 
@@ -28,22 +24,6 @@ CEILING_SECONDS = 60.0  # the longest that a silent worker is waited for
 REMIND_SECONDS, RAREST_SECONDS = 30.0, 1800.0
 """When the user is first reminded of workers that have not joined, and the longest pause between two reminders."""
 SKEW_SECONDS = 10.0  # clocks that differ by less are taken as equal, since the message itself was under way
-
-
-def worker_command(address: str, run: Path, num_workers: int) -> str:
-    """The command, in quotes, that starts a worker of a server at `address`, and where the token is that it needs.
-
-    Workers of one machine get their share of its threads.
-
-    >>> worker_command("10.0.0.1:29500", Path("runs/a"), 4)
-    "'PACELINE_TOKEN=... paceline worker --connect 10.0.0.1:29500' (the token is in runs/a/token)"
-    """
-    host, port = parse_address(address)
-    if is_loopback(host):
-        threads = f" --threads {max(1, cores() // num_workers)}" if num_workers > 1 else ""
-        return f"'paceline worker --run {run}{threads}'"
-    where = f"{socket.gethostname()}:{port}" if host in ANYWHERE else address
-    return f"'{TOKEN_VARIABLE}=... paceline worker --connect {where}' (the token is in {run}/token)"
 
 
 class WorkerHost(NamedTuple):
