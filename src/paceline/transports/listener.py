@@ -112,8 +112,7 @@ class UnauthenticatedPeer:
     def __init__(self, connection: Connection, token: bytes, binding: bytes, now: float) -> None:
         self.connection, self.peer, self.since = connection, connection.peer, now
         self.source, self._accepted_at = source_of(parse_address(self.peer)[0]), time.time()
-        self._shaken = False  # whether the TLS handshake is done
-        self._has_spoken = False  # whether it sent a byte of the handshake that proves the token
+        self._shaken = self._has_spoken = False  # whether the TLS handshake is done, and a byte of the proof has come
         self._outbox = SendQueue()
         self._handshake = ServerHandshake(token, binding)
         self._filler = FrameReader(_application(connection, self._outbox, self._handshake))
