@@ -53,10 +53,11 @@ def fail(what: str) -> NoReturn:
     sys.exit(f"demo failed: {what}")
 
 
-def say(text: str) -> None:
-    """Print a paragraph, wrapped to the terminal."""
-    width = min(shutil.get_terminal_size().columns, 100)
-    print(textwrap.fill(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False), flush=True)
+def say(text: str, behind: str = "") -> None:
+    """Print a paragraph, wrapped to the terminal; its further lines begin with `behind`."""
+    width, words = min(shutil.get_terminal_size().columns, 100), " ".join(text.split())
+    lines = textwrap.wrap(words, width, subsequent_indent=behind, break_long_words=False, break_on_hyphens=False)
+    print("\n".join(lines), flush=True)
 
 
 class Progress:
@@ -228,8 +229,8 @@ def difference(name: str, run: Result, alone: Result) -> str:
     return f"{name} {accuracy} {cause}"
 
 
-def verdict(results: Mapping[str, Result]) -> str:
-    """One sentence about why the runs differ, from what was measured; `classic` is the first of them."""
+def verdict(results: Mapping[str, Result]) -> list[str]:
+    """The clauses of one sentence about why the runs differ, from what was measured; `classic` is the first of them."""
     alone = results["classic"]
     others = {name: run for name, run in results.items() if name != "classic"}
     shares = {name: run["train_seconds"] / alone["train_seconds"] for name, run in others.items()}
@@ -238,7 +239,7 @@ def verdict(results: Mapping[str, Result]) -> str:
     else:
         took = ", ".join(f"{share:.0%}" for share in shares.values())
         times = f"they took {took} of the training time of classic, measured once"
-    return f"Verdict: {'; '.join([*(difference(name, run, alone) for name, run in others.items()), times])}."
+    return [*(f"{difference(name, run, alone)};" for name, run in others.items()), f"{times}."]
 
 
 def show_report(page: Path) -> None:
@@ -265,7 +266,9 @@ def tell(demo: Demo) -> None:
     replay(demo)
     print("\nThe four strategies compared:", flush=True)
     print(demo.run("compare", *(f"runs/{name}" for name in STRATEGIES)), flush=True)
-    say(verdict(results))
+    print("Verdict:", flush=True)
+    for clause in verdict(results):
+        say(f"- {clause}", behind="  ")
     print(flush=True)
     demo.run("report", "runs", "-o", "report.html")
     show_report(demo.folder / "report.html")

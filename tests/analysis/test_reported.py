@@ -38,7 +38,7 @@ def test_equal_runs_show_equal_values_whoever_reports_first(record: Record, orde
     assert row["metrics"] == {"score": 90.17}
     shown = [
         compare([row], 200),
-        run_list(runs_in(run.folder.path.parent), "runs", 200),
+        run_list(runs_in(run.folder.path.parent), 200),
         format_status(read_status(run.folder.path)),
         "\n".join(closing_lines(result, None, "runs/run")),
     ]

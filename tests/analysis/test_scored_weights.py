@@ -76,7 +76,7 @@ def test_scores_are_comparable_only_if_they_belong_to_the_same_kind_of_weights()
 @pytest.mark.parametrize("width", [80, 200])
 def test_compare_and_list_have_a_column_for_each_kind_of_weights(runs: Path, width: int) -> None:
     rows = choose(runs_in(runs), [], "run")
-    for text in (compare(rows, width), run_list(rows, "runs", width)):
+    for text in (compare(rows, width), run_list(rows, width)):
         assert max(map(len, text.splitlines())) <= width
         head, first, second, *rest = text.splitlines()
         live, averaged = head.index("test % live"), head.index("test % avg")

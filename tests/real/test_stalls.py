@@ -63,7 +63,7 @@ def test_a_hung_worker_of_a_served_run_is_dropped_although_it_sends_heartbeats(c
         until(lambda: any(one.process.poll() is not None for one in both), "the end of the other worker")
         (hung,) = (one for one in both if one.process.poll() is None)
         (other,) = (one for one in both if one is not hung)
-        assert other.finish() == 0 and "has finished: its work is done or training is over" in other.err
+        assert other.finish() == 0 and "has finished: the server needs no more steps of it" in other.err
         hung.process.kill()
         hung.finish()
     worker = assert_one_was_dropped(cwd / "runs/it", 500, server.out + server.err)

@@ -45,7 +45,7 @@ class Reader:
         self.there.mkdir()
         self.log = folder / "output"
         self.log.touch()
-        self.read = 0
+        self.read, self.last = 0, ""
         self.running: list[subprocess.Popen[bytes]] = []
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         told = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
@@ -55,6 +55,7 @@ class Reader:
 
     def start(self, text: str, folder: Path) -> subprocess.Popen[bytes]:
         """Run a block as it stands on the page, but for the address and the token of a server."""
+        self.last = text
         text = text.replace("10.0.0.1", "127.0.0.1").replace(":29500", f":{self.port}")
         if "PACELINE_TOKEN=..." in text:
             token = (self.here / "runs/two/token").read_text().strip()
@@ -85,6 +86,10 @@ class Reader:
         until(lambda: not missing() or have_ended(), lambda: f"{missing()}\nbut: {self.log.read_text()[self.read :]}")
         assert not missing(), f"never printed: {missing()}\nbut: {self.log.read_text()[self.read :]}"
 
+    def expect_all(self, text: str) -> None:
+        """The last command printed these lines and no others."""
+        assert self.log.read_text()[self.read :].splitlines() == text.splitlines()
+
     def close(self) -> None:
         for process in self.running:
             if process.poll() is None:
@@ -112,6 +117,8 @@ def follow(reader: Reader, kind: str, title: str, text: str) -> None:
             (reader.here / file).write_text(text)
         case "text", _:
             reader.expect(text)
+            if reader.last.startswith("ls "):
+                reader.expect_all(text)
         case _:
             pytest.fail(f"a block of kind {kind} with title '{title}': what is to be done with it?")
 

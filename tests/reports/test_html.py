@@ -62,8 +62,9 @@ def test_the_verb_makes_one_file_of_many_runs(tmp_path: Path, capsys: pytest.Cap
         whole_run(tmp_path / "runs", name)
     broken = whole_run(tmp_path / "runs", "c", end=False)
     broken.events_file.write_bytes(broken.events_file.read_bytes()[:-9])
-    swept = make_folder(tmp_path / "runs/sweep", "one")
-    swept.write_result(result_of(swept, lab=True))
+    for name in ("one", "three", "two"):
+        swept = make_folder(tmp_path / "runs/sweep", name)
+        swept.write_result(result_of(swept, lab=True))
     (tmp_path / "empty").mkdir()
     output = tmp_path / "page.html"
     assert (
@@ -71,12 +72,13 @@ def test_the_verb_makes_one_file_of_many_runs(tmp_path: Path, capsys: pytest.Cap
         == 0
     )
     printed = capsys.readouterr().out
-    assert "page.html: 4 runs" in printed
+    assert "page.html: 6 runs" in printed
+    assert "\n3 runs: computed in the lab, many runs at once: only the end was recorded, no curves\n" in printed
     assert "c: events.jsonl is cut off after row" in printed
     assert "empty is not a run folder and contains none: ignored" in printed
     runs = facts_of(output.read_text())["runs"]
-    assert [run["name"] for run in runs] == ["a", "b", "c", "one"]
-    assert [run["status"] for run in runs] == ["finished", "finished", "killed", "finished"]
+    assert [run["name"] for run in runs] == ["a", "b", "c", "one", "three", "two"]
+    assert [run["status"] for run in runs] == ["finished", "finished", "killed", *["finished"] * 3]
     assert "lab" in runs[3]["notes"][0]
 
 

@@ -80,7 +80,7 @@ def test_every_run_is_listed_and_of_damaged_ones_what_is_wrong(runs: Path) -> No
     assert (rows["going"]["status"], rows["going"]["fraction"], rows["going"]["updates"]) == ("killed", 0.25, 5)
     with RunFolder(runs / "going").locked():
         assert {row["run"]: row["status"] for row in runs_in(runs)}["going"] == "running"
-    text = run_list(list(rows.values()), "runs", 200)
+    text = run_list(list(rows.values()), 200)
     assert "killed 25 %" in text
     assert all(f"{name}: {problem}" in text.replace("\n", " ") for name, problem in problems.items())
 
@@ -147,9 +147,9 @@ def test_compare_shows_what_differs_and_all_there_is_as_csv_and_json(
     (runs / "notes.md").write_text("")
     assert main(["compare", *paths, str(runs / "notes.md")]) == 0
     out, error = capsys.readouterr()
-    head, first, second, same, *_ = (line.split() for line in out.splitlines())
+    head, first, second, *_ = (line.split() for line in out.splitlines())
     assert head[:2] == ["run", "strategy"] and "lr" not in head and "workers" not in head
-    assert " ".join(same).startswith("same for all: workers 2, model lenet5, data fashion-mnist,")
+    assert "same for all: workers 2, model lenet5, data fashion-mnist," in " ".join(out.split())
     assert (first[0], second[0]) == ("run1", "run0")
     assert f"{runs / 'notes.md'} is not a run folder and contains none: ignored" in error
     assert main(["compare", str(runs), "--csv"]) == 0
@@ -190,7 +190,7 @@ def test_no_line_is_longer_than_the_terminal(runs: Path, width: int) -> None:
     rows = runs_in(runs)
     for row in rows:
         row["problem"] = "it is broken in a way that takes many words to say" if row["problem"] else None
-    for text in (run_list(rows, "runs", width), compare(rows, width)):
+    for text in (run_list(rows, width), compare(rows, width)):
         assert max(map(len, text.splitlines())) <= width
         assert all(word in text for word in ("status", "finished", "run0"))
 
@@ -208,7 +208,7 @@ def test_own_runs_show_their_names_and_what_they_reported(tmp_path: Path) -> Non
     rows = choose(runs_in(tmp_path), [], "accuracy")
     assert [row["run"] for row in rows] == ["high", "low"]
     assert [row["run"] for row in choose(rows, ["accuracy<90"])] == ["low"]
-    for text in (run_list(rows, "runs", 100), compare(rows, 60)):
+    for text in (run_list(rows, 100), compare(rows, 60)):
         words = " ".join(text.split())
         assert "Net" in words and "own data" in words and "accuracy" in words and "90.5" in words
         assert "fashion-mnist" not in text and "lenet5" not in text
@@ -260,17 +260,61 @@ def test_runs_of_different_tasks_are_in_separate_tables(runs: Path) -> None:
 
 def test_a_long_table_is_cut_and_says_how_to_see_the_rest(runs: Path) -> None:
     rows = runs_in(runs)
-    for text in (run_list(rows, "runs", 80, 4), compare(rows, 80, 4)):
+    for text in (run_list(rows, 80, 4), compare(rows, 80, 4)):
         assert "5 more: --all shows them, --where and --sort choose" in text
-    assert "more: --all" not in run_list(rows, "runs", 80) + compare(rows, 80)
+    assert "more: --all" not in run_list(rows, 80) + compare(rows, 80)
 
 
 def test_long_names_are_shortened_as_far_as_they_stay_different(tmp_path: Path) -> None:
     ends = ("0.1_momentum=0.9_nesterov=false_seed=1", "0.2_momentum=0.9_nesterov=false_seed=1")
     for end in ends:
         RunFolder.create(RunConfig(runs=str(tmp_path), name=f"strategy=async_batch_size=32_lr={end}"))
-    cells = [line.split()[0] for line in run_list(runs_in(tmp_path), "runs", 200).splitlines()[1:]]
+    cells = [line.split()[0] for line in run_list(runs_in(tmp_path), 80).splitlines()[1:3]]
     assert len(set(cells)) == 2 and max(map(len, cells)) <= 32
+    assert f"lr={ends[0]} " in run_list(runs_in(tmp_path), 200), "with room, the whole name"
+
+
+def test_columns_without_room_are_named_and_no_line_is_about_them(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        folder = RunFolder.create(RunConfig(runs=str(tmp_path), name=name, lr=0.1 if name == "one" else 0.2))
+        folder.write_result(finished(80.0, live_train_accuracy=80.0, train_total=100, epoch_samples=200))
+    rows = runs_in(tmp_path)
+    wide, narrow = compare(rows, 200), compare(rows, 40)
+    assert "train % live" in wide and "train %: on 100 of 200 samples" in wide and "left out" not in wide
+    assert "train % live" not in narrow.splitlines()[0] and "train %: on" not in narrow
+    assert "train % live" in " ".join(narrow[narrow.index("left out: ") :].split())
+    assert "left out: changed (a wider terminal shows it)" in run_list(rows, 70)
+
+
+def test_a_folder_without_runs_advises_another_command_than_the_one_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def listed(*words: str) -> str:
+        assert main(["list", str(tmp_path), *words]) == 0
+        return capsys.readouterr().out
+
+    assert listed() == f"there are no runs in {tmp_path}: 'paceline train --runs {tmp_path}' creates one\n"
+    RunFolder.create(RunConfig(runs=str(tmp_path), name="one"))
+    said = f"none of the runs in {tmp_path} fits --where lr>5: 'paceline list {tmp_path}' shows all\n"
+    assert listed("--where", "lr>5") == said
+
+
+def test_runs_that_were_not_trained_for_real_are_marked(tmp_path: Path) -> None:
+    RunFolder.create(RunConfig(runs=str(tmp_path), name="trained"))
+    assert "kind" not in run_list(runs_in(tmp_path), 200)
+    RunFolder.create(RunConfig(runs=str(tmp_path), name="virtual", speeds="30ms"))
+    timed = RunConfig(runs=str(tmp_path), name="timed", speeds="30ms", timing_only=True, parameters="62k")
+    RunFolder.create(timed)
+    lines = {line.split()[0]: line for line in run_list(runs_in(tmp_path), 200).splitlines()}
+    assert "simulated" in lines["virtual"] and "times only" in lines["timed"] and "simulated" not in lines["trained"]
+    assert "62k parameters" in lines["timed"] and "lenet5" not in lines["timed"]
+
+
+def test_a_list_has_the_runs_that_a_report_finds_in_its_subfolders(tmp_path: Path) -> None:
+    for below in ("", "sweep", "demo/runs"):
+        RunFolder.create(RunConfig(runs=str(tmp_path / below), name="one"))
+    subfolders = sorted(path for path in tmp_path.iterdir() if path.is_dir())
+    assert len(runs_in(tmp_path)) == len(runs_of(subfolders)[0]) == 3
 
 
 def test_the_rule_that_auto_chose_is_shown(tmp_path: Path) -> None:

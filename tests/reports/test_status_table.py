@@ -49,3 +49,15 @@ def test_a_silent_server_is_told_of_while_it_should_speak(status: str, said: boo
     text = format_status(found)
     assert ("nothing was written for 1 min" in text) == said
     assert ("no stragglers" in text) != said
+
+
+@pytest.mark.parametrize(
+    ("status", "at", "said"),
+    [("running", 2.0, True), ("running", 4.95, False), ("killed", 5.0, True), ("finished", 2.0, False)],
+)
+def test_older_figures_of_workers_say_of_when_they_are(status: str, at: float, said: bool) -> None:
+    crew = (WorkerStatus(0, "live", {"computing": 1.0}, 1.0, None, 10, 10),)
+    found = RunStatus("runs/it", "sync", "lenet5", 1, status, updates=709, seconds=5.0, workers=crew, workers_at=at)
+    text = " ".join(format_status(found).split())
+    assert (f"since the server started, as last written after {at:g} s:" in text) == said
+    assert ("update 709 or later, as its log tells" in text) == (status == "killed")

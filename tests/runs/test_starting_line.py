@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 
+import pytest
+
 from paceline.runs.arrival_log import read_arrivals
-from paceline.runtimes.server.admission import CEILING_SECONDS, StartBarrier
+from paceline.runtimes.server.admission import CEILING_SECONDS, REMIND_SECONDS, StartBarrier
 from paceline.runtimes.server.remote_service import ForegroundChannel
 from paceline.runtimes.server.runtime import TcpPeers
 from paceline.runtimes.server.service import Dispatcher
@@ -14,12 +17,12 @@ from tests.support.recorded_runs import Record, RecordedRun
 
 
 @contextlib.contextmanager
-def barrier_of(run: RecordedRun) -> Iterator[tuple[StartBarrier, list[str]]]:
+def barrier_of(run: RecordedRun, address: str = "127.0.0.1:1") -> Iterator[tuple[StartBarrier, list[str]]]:
     said: list[str] = []
     line = ForegroundChannel(lambda row: said.append(row["text"]))
     with line.connection, line._other:
         dispatcher = Dispatcher(run.host, line, {})
-        yield StartBarrier(run.host, TcpPeers(), dispatcher, "127.0.0.1:1"), said
+        yield StartBarrier(run.host, TcpPeers(), dispatcher, address), said
 
 
 def test_after_a_crash_the_run_goes_on_without_who_does_not_come_back(record: Record) -> None:
@@ -56,3 +59,21 @@ def test_a_new_run_waits_for_all_that_it_was_promised(record: Record) -> None:
         for now in (1.0, 1000.0):
             barrier.give_up_lost(now)
     assert run.server.pending_workers == [1] and not said
+
+
+@pytest.mark.parametrize(
+    ("address", "command"),
+    [
+        ("127.0.0.1:1", "'paceline worker --run {run} --threads 1'"),
+        ("10.0.0.1:9", "'PACELINE_TOKEN=... paceline worker --connect 10.0.0.1:9' (the token is in {run}/token)"),
+    ],
+)
+def test_the_reminder_names_a_command_that_a_worker_can_join_with(
+    record: Record, address: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.transports.auth.cores", lambda: 2)
+    run = record(strategy="async", workers=2)
+    with barrier_of(run, address) as (barrier, said):
+        barrier.check(time.monotonic() + REMIND_SECONDS + 1.0)
+    (line,) = said
+    assert line.endswith(f"start the others with {command.format(run=run.folder.path)}")

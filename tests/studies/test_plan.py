@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,8 @@ from paceline.settings.resolve import resolve
 from paceline.settings.strategies import worth_comparing
 from paceline.simulation.cluster import cluster_of
 from paceline.simulation.forecast import Forecast, forecast
-from paceline.studies.plan import LOCAL_STEPS, choose, make_plan, sizes
+from paceline.studies import plan
+from paceline.studies.plan import LOCAL_STEPS, choose, make_plan, probe, sizes
 from paceline.transports.protocol import Timing
 
 
@@ -141,3 +144,18 @@ def test_a_plan_with_codecs_moves_fewer_bytes_where_there_is_a_server() -> None:
         a_sample = other.bytes_per_second / other.samples_per_second
         assert (a_sample < 0.3 * one.bytes_per_second / one.samples_per_second) != ring, one.strategy
         assert other.samples_per_second >= one.samples_per_second
+
+
+def test_a_machine_that_is_probed_twice_gets_its_notes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int | None] = []
+
+    def train(config: RunConfig, console: Console, rank: object) -> tuple[RunFolder, dict[str, Any]]:
+        console.note("using the built-in sample")
+        steps.append(config.steps)
+        return RunFolder(tmp_path), {"train_seconds": 0.5 * len(steps)}
+
+    monkeypatch.setattr(plan, "train", train)
+    said = io.StringIO()
+    with Console(said) as console:
+        probe(RunConfig(), console, tmp_path)
+    assert len(steps) == 2 and said.getvalue() == "using the built-in sample\n"

@@ -19,6 +19,15 @@ PHASES = {
     True: ("before it is accepted", "bytes sent early", "within the TLS handshake", "encrypted", *_PROVING),
 }
 """Of a connection without and with TLS."""
+SILENT = (
+    "before it is accepted",
+    "accepted",
+    "bytes sent early",
+    "within the TLS handshake",
+    "encrypted",
+    "challenged",
+)
+"""The phases before it has sent a byte of the proof."""
 ENDS = ("reset", "close", "half-close")
 
 

@@ -16,12 +16,14 @@ from paceline.transports.auth import (
     PROOF_NBYTES,
     TOKEN_VARIABLE,
     ClientHandshake,
+    ConnectOptions,
     OtherVersion,
     ServerHandshake,
     WrongToken,
     make_token,
     read_only,
     read_token,
+    token_of,
     write_secret,
 )
 from paceline.transports.frames import VERSION
@@ -120,12 +122,15 @@ def test_a_token_comes_from_the_file_before_the_variable(tmp_path: Path) -> None
     assert read_token(write(tmp_path / "shared", "the token of a group", 0o640), {}) == b"the token of a group"
 
 
-def test_a_token_that_can_be_guessed_is_refused(tmp_path: Path) -> None:
+def test_a_token_that_can_be_guessed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has recorded a handshake tries guesses at leisure, without asking the server again."""
     file = write(tmp_path / "token", 15 * "x")
     for where, variables in ((file, {}), (None, {TOKEN_VARIABLE: 15 * "x"})):
         with pytest.raises(UserError, match="has 15 bytes, and needs 16"):
             read_token(where, variables)
+    monkeypatch.setenv(TOKEN_VARIABLE, "x")
+    with pytest.raises(UserError, match=r"in PACELINE_TOKEN has 1 byte, and needs 16: copy the one of the server"):
+        token_of(ConnectOptions("127.0.0.1:1"))
     assert read_token(write(tmp_path / "longer", 16 * "x"), {}) == 16 * b"x"
 
 

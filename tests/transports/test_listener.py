@@ -23,11 +23,12 @@ from paceline.transports.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, DENIAL, PR
 from paceline.transports.connection import parse_address
 from paceline.transports.file_client import FileClient
 from paceline.transports.frames import MAX_APPLY, VERSION, FrameKind, FrameReader, fields_frame, header
+from paceline.transports.handshake import TlsExpected
 from paceline.transports.listener import APPLICATION, MAX_SHARE, MAX_UNPAUSED, JoinRequest, Listener
 from paceline.transports.tcp_client import TcpClient
 from paceline.transports.tls import Tls, make_certificate, server_tls, worker_tls
 from tests.support.small_star import TOKEN, Star, Wire, work
-from tests.support.strangers import ENDS, PHASES, Stranger
+from tests.support.strangers import ENDS, PHASES, SILENT, Stranger
 from tests.support.waiting import until
 
 
@@ -105,13 +106,29 @@ def test_a_connection_that_ends_at_any_moment_ends_alone(
             stranger.end(how)
             hall.serve()
             hall.serve()
-            assert not hall.listener.strangers and hall.listener.num_refused == 1
-            (text,) = hall.listener.complaints()
-            assert "was turned away: " in text and not hall.requests
+            refused = int(phase not in SILENT)
+            assert not hall.listener.strangers and hall.listener.num_refused == refused
+            said = hall.listener.complaints()
+            assert len(said) == refused and all("was turned away: " in text for text in said) and not hall.requests
         with hall.stranger() as honest:
             list(honest.phases())
             assert [found.fields["worker"] for found in hall.requests] == [3]
-        assert hall.listener.num_refused == 1 and not hall.listener.strangers
+        assert hall.listener.num_refused == refused and not hall.listener.strangers
+
+
+def test_a_worker_that_tries_whether_a_server_speaks_tls_is_no_intruder(server_side: Tls) -> None:
+    def join_plainly() -> None:
+        with contextlib.suppress(TlsExpected):
+            TcpClient(hall.listener.address, TOKEN, patience=5).apply({})
+
+    with Hall(tls=server_side) as hall:
+        trying = threading.Thread(target=join_plainly)
+        trying.start()
+        while trying.is_alive():
+            hall.serve()
+            trying.join(0.01)
+        hall.serve()
+        assert hall.listener.complaints() == [] and hall.requests == []
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space"), ValueError("odd"), AttributeError("odd")])

@@ -41,7 +41,7 @@ DESCENDING = re.compile("accuracy|per_second|changed|fraction")  # fields that s
 
 
 def runs_in(path: Path) -> list[Row]:
-    """Return a row per run in `path`, its subfolders and theirs (as a sweep leaves them), newest first.
+    """Return a row per run in `path` and three folders below it, as a sweep or the demo leave them, newest first.
 
     A run with unreadable files is listed as damaged, with the problem.
     """
@@ -100,7 +100,7 @@ def named_folders(paths: list[Path]) -> tuple[list[tuple[str, RunFolder]], list[
 
 
 def _folders_in(path: Path) -> list[RunFolder]:
-    configs = sorted({*path.glob("config.toml"), *path.glob("*/config.toml"), *path.glob("*/*/config.toml")})
+    configs = sorted({config for folder in (".", "*", "*/*", "*/*/*") for config in path.glob(f"{folder}/config.toml")})
     return [RunFolder(config.parent) for config in configs]
 
 

@@ -10,6 +10,7 @@ from paceline.config import SCRIPT, RunConfig, to_dict
 from paceline.runs.folder import RunFolder
 
 OWN_DATA = "own data"
+NO_DATA = "-"  # of a run that only simulated times
 HEAD_BYTES = 1 << 13  # of the events file: its first row tells the names
 Facts = Mapping[str, Any]
 """A result, or what `named_settings` returns: the settings of an own task name the model and data of another run."""
@@ -20,7 +21,11 @@ def model_name(facts: Facts) -> str:
 
     >>> model_name({"task": "script:train", "model": "Net"}), model_name({"task": "tasks.py:build", "model": None})
     ('Net', 'tasks.py:build')
+    >>> model_name({"timing_only": True, "parameters": "62k", "model": "lenet5"})
+    '62k parameters'
     """
+    if facts.get("parameters"):
+        return f"{facts['parameters']} parameters"
     return str(facts.get("model") or own_source(facts) or "-")
 
 
@@ -30,6 +35,8 @@ def dataset_name(facts: Facts) -> str:
     >>> dataset_name({"task": None, "dataset": "cifar10"}), dataset_name({"task": "script:train", "dataset": None})
     ('cifar10', 'own data')
     """
+    if facts.get("timing_only"):
+        return NO_DATA
     return str(facts.get("dataset") or (OWN_DATA if facts.get("task") else "-"))
 
 
@@ -53,8 +60,12 @@ def subject(facts: Facts) -> str:
     'lenet5 on fashion-mnist'
     >>> subject({"task": "script:train", "model": None, "dataset": None})
     'own model on own data (train.py)'
+    >>> subject({"timing_only": True, "parameters": "62k", "model": "lenet5", "dataset": "fashion-mnist"})
+    '62k parameters, times only'
     """
     source = own_source(facts)
+    if facts.get("timing_only"):
+        return f"{model_name(facts)}, times only"
     model = model_name(facts) if source is None else facts.get("model") or "own model"
     return f"{model} on {dataset_name(facts)}" + (f" ({source})" if source is not None else "")
 

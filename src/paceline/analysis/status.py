@@ -66,6 +66,7 @@ class RunStatus:
     deals: int = 0  # number of times the data was reassigned because the set of workers changed
     span: float | None = None  # seconds of training that the workers' figures cover; None: all since the server started
     workers: tuple[WorkerStatus, ...] = ()
+    workers_at: float | None = None  # when the workers' figures were written, by the run's clock; None: never
     samples: int = 0
     loss: float | None = None  # mean over the latest pushes
     staleness: float | None = None  # mean over all pushes so far
@@ -105,9 +106,10 @@ def _status_of(folder: RunFolder, events: list[Row], quiet: float | None, damage
     else:
         status, reason = result["status"], result.get("reason")
     last = _last(events, "progress")
+    accounts = _last(events, "workers")
     workers, span = _workers(events, result, whole=simulated or status in ENDED)
     row = result or last
-    deals: int = _last(events, "workers").get("deal", 0)
+    deals: int = accounts.get("deal", 0)
     return RunStatus(
         run=str(folder.path),
         strategy=config.strategy,
@@ -127,6 +129,7 @@ def _status_of(folder: RunFolder, events: list[Row], quiet: float | None, damage
         deals=row.get("deals", deals),
         span=span,
         workers=tuple(workers),
+        workers_at=accounts.get("now"),
         samples=row.get("samples", 0),
         loss=last.get("loss"),
         staleness=last.get("staleness"),

@@ -48,7 +48,11 @@ def report_verb(arguments: list[str]) -> int:
     except OSError as error:
         raise UserError(f"{output} cannot be written: {error.strerror}; give another -o FILE.html") from None
     runs = "1 run" if len(digests) == 1 else f"{len(digests)} runs"
-    notes = [f"{digest['name']}: {note}" for digest in digests for note in digest["notes"]]
+    sharing: dict[str, list[str]] = {}  # the runs of each note
+    for digest in digests:
+        for note in digest["notes"]:
+            sharing.setdefault(note, []).append(digest["name"])
+    notes = [f"{' and '.join(of) if len(of) < 3 else f'{len(of)} runs'}: {note}" for note, of in sharing.items()]
     lines = [*others, *notes, f"{output}: {runs}, {len(page) / 1e6:.1f} MB"]
     print("\n".join(printable(line, MAX_LETTERS) for line in lines))
     return 0

@@ -113,10 +113,11 @@ def list_verb(arguments: list[str]) -> int:
     _add_selection(parser)
     parsed = parser.parse_strictly(arguments)
     from paceline.analysis.listing import runs_in
-    from paceline.reports.run_tables import run_list
+    from paceline.reports.run_tables import no_runs, run_list
 
     rows = _choose(runs_in(Path(parsed.folder)), parsed)
-    _print_runs(rows, parsed, run_list(rows, parsed.folder, table_width(), _most(parsed)))
+    text = run_list(rows, table_width(), _most(parsed)) if rows else no_runs(parsed.folder, parsed.where)
+    _print_runs(rows, parsed, text)
     return 0
 
 

@@ -11,10 +11,11 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
 
+from paceline.analysis.naming import own_source
 from paceline.analysis.reported import read_reported
 from paceline.analysis.scored_weights import LIVE, kind_of
 from paceline.analysis.statistics import FAILED
-from paceline.system.terminal import can_redraw, fold_for, printable, seconds_text, terminal_width
+from paceline.system.terminal import can_redraw, counted, fold_for, printable, seconds_text, terminal_width
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -281,7 +282,7 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
         stale = result["staleness"]
         lines.append(f"staleness in updates: mean {stale['mean']:.1f}, max {stale['max']}")
     if result["dropped_pushes"]:
-        lines.append(f"dropped: {result['dropped_pushes']:,} pushes")
+        lines.append(f"dropped: {counted(result['dropped_pushes'], 'push')}")
     if result.get("utilisation"):
         lines.append(_shares(result["utilisation"]))
     lines += _reported(result)
@@ -294,9 +295,8 @@ def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folde
 def _headline(result: dict[str, Any]) -> str:
     """Return how the run ended, and what trained on what. The reason of a failure is a sentence of its own."""
     reason = f" ({result['reason']})" if result["reason"] and result["status"] not in FAILED else ""
-    task = result.get("task")
-    own = printable(str(task).rpartition("/")[2].removeprefix("script:"))
-    what = own if task is not None else f"{result.get('model')} on {result.get('dataset')}"
+    own = own_source(result)
+    what = printable(own) if own is not None else f"{result.get('model')} on {result.get('dataset')}"
     if result.get("timing_only"):
         what = f"times only, {result['num_parameters']:,} parameters"
     workers = "1 worker" if result["workers"] == 1 else f"{result['workers']} workers"

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.analysis.naming import NO_DATA, model_name, subject
 from paceline.analysis.reported import read_reported
 from paceline.analysis.scored_weights import SCORES as FINAL_SCORES
 from paceline.analysis.scored_weights import by_weights, kind_of
@@ -175,7 +176,7 @@ class RunReader:
         notes = [*self._problems, *self._events.notes(going_on), *self._arrivals.notes(going_on)]
         if not self._aggregates.started and not going_on:
             if (self._result or {}).get("lab"):
-                notes.append("this is a lab run, which records only its end")
+                notes.append("computed in the lab, many runs at once: only the end was recorded, no curves")
             elif not (file := self.folder.events_file).exists():
                 notes.append(f"{file.name} is missing: the run never started, or its events are lost")
         return notes
@@ -216,6 +217,8 @@ def run_names(settings: dict[str, Any]) -> dict[str, str | None]:
 
     >>> run_names({"strategy": "bounded:2", "task": "tasks/spirals.py:build", "dataset": "fashion-mnist"})["title"]
     'bounded:2, spirals:build'
+    >>> run_names({"strategy": "backup:1", "timing_only": True, "parameters": "62k", "model": "lenet5"})["title"]
+    'backup:1, 62k parameters, times only'
     >>> run_names({"strategy": "backup:1", "model": "lenet5", "dataset": "fashion-mnist"})["title"]
     'backup:1, lenet5 on fashion-mnist'
     """
@@ -227,6 +230,8 @@ def run_names(settings: dict[str, Any]) -> dict[str, str | None]:
         where, _, function = str(task).partition(":")
         own = f"script {function}" if where == SCRIPT else f"{Path(where).stem}:{function}" if function else where
         model, dataset, what = own, own, own
+    if settings.get("timing_only"):
+        model, dataset, what = model_name(settings), NO_DATA, subject(settings)
     title = ", ".join(str(one) for one in (strategy, what) if one)
     return {"strategy": strategy, "model": model, "dataset": dataset, "title": title or None}
 

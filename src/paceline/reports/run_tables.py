@@ -12,7 +12,7 @@ from paceline.analysis.listing import SETTINGS, Row, value_of
 from paceline.analysis.naming import own_source
 from paceline.analysis.scored_weights import KINDS, SHORT, comparable
 from paceline.reports.status_table import MAX_LETTERS
-from paceline.reports.tables import Column, fit_table, shortened
+from paceline.reports.tables import Column, FittedTable, fitted_table, shortened
 from paceline.settings.rules import AUTOMATIC
 from paceline.settings.stopping import BestMetric, is_lower_better
 from paceline.system.strict_json import is_number
@@ -60,26 +60,35 @@ FIGURES = (
 LEGEND = "live: the weights that are trained; avg: their running average (--average)"
 
 
-def run_list(rows: list[Row], where: str, width: int, most: int | None = None) -> str:
+def no_runs(where: str, conditions: list[str]) -> str:
+    """Return the line for a folder without a run that meets all conditions."""
+    if conditions:
+        chosen = " --where ".join(conditions)
+        return f"none of the runs in {where} fits --where {chosen}: 'paceline list {where}' shows all"
+    return f"there are no runs in {where}: 'paceline train --runs {where}' creates one"
+
+
+def run_list(rows: list[Row], width: int, most: int | None = None) -> str:
     """Return one line per run, at most so many, then the problems of damaged runs."""
-    if not rows:
-        return f"no runs in {where} match: 'paceline list {where}' shows all, 'paceline train' creates one"
-    shown, names = rows[:most], _short_names(rows[:most])
+    shown = rows[:most]
     scored = any(row[one.key] is not None for one in TEST_ACCURACIES for row in shown)
     metrics = metric_names(shown)[:MAX_METRICS]
     columns: list[tuple[Column, Callable[[Row], str]]] = [
-        (Column("run", 0), lambda row: names[row["run"]]),
         (Column("strategy", 5), lambda row: str(row["strategy"] or "-")),
         (Column("model", 3), lambda row: str(row["model"] or "-")),
         (Column("data", 2), lambda row: str(row["dataset"] or "-")),
         (Column("workers", 3), lambda row: str(row["workers"] or "-")),
+        (Column("kind", 0), _kind),
         (Column("status", 0), _status),
         *((Column(one.head, 4), lambda row, one=one: _number(row[one.key], one.form)) for one in TEST_ACCURACIES),
         *((Column(name, 3 if scored else 6), lambda row, name=name: _metric(row, name)) for name in metrics),
         (Column("changed", 1), lambda row: time.strftime("%Y-%m-%d %H:%M", time.localtime(row["changed"]))),
     ]
-    text = fit_table([column for column, _ in columns], [[cell(row) for _, cell in columns] for row in shown], width)
-    lines = [text, *_cut(rows, shown, width), *_legend(text, shown, width)]
+    if all(_kind(row) == "-" for row in shown):
+        columns = [(column, cell) for column, cell in columns if cell is not _kind]
+    cells = [[cell(row) for _, cell in columns] for row in shown]
+    (text, left_out), _ = _named_table([column for column, _ in columns], cells, shown, width)
+    lines = [text, *_left_out(left_out, width), *_cut(rows, shown, width), *_legend(text, shown, width)]
     return "\n".join([*lines, *_problems(shown, width)])
 
 
@@ -112,21 +121,19 @@ def _group(rows: list[Row], width: int, most: int | None) -> str:
     differing = [name for name in COMPARED if len({_setting(row, name) for row in sound}) > 1]
     ordered = sorted(differing, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
     settings = ordered[:MAX_DIFFERENCES] if len(sound) > 1 else ["strategy", "workers"]
-    shown, names = rows[:most], _short_names(rows[:most])
+    shown = rows[:most]
     figures = [figure for figure in FIGURES if any(row[figure.key] is not None for row in shown)]
     if not any(row["dropped_pushes"] for row in shown):
         figures = [figure for figure in figures if figure.key != "dropped_pushes"]
     metrics = metric_names(shown)
     scored = any(row[one.key] is not None for one in TEST_ACCURACIES for row in shown)
     same_status = len(rows) > 1 and len({_status(row) for row in rows}) == 1 and bool(sound)
-    columns = [Column("run", 0)]
-    columns += [Column(_flag(name), 10 if name == "strategy" else 8) for name in settings]
+    columns = [Column(_flag(name), 10 if name == "strategy" else 8) for name in settings]
     columns += [Column(figure.head, figure.drop_order) for figure in figures]
     columns += [Column(name, 5 if scored else 9) for name in metrics[:MAX_METRICS]]
     columns += [] if same_status else [Column("status", 0)]
     cells = [
         [
-            names[row["run"]],
             *(_setting(row, name) for name in settings),
             *(_number(row[figure.key], figure.form) for figure in figures),
             *(_metric(row, name) for name in metrics[:MAX_METRICS]),
@@ -134,8 +141,8 @@ def _group(rows: list[Row], width: int, most: int | None) -> str:
         ]
         for row in shown
     ]
-    text = fit_table(columns, cells, width)
-    lines = [text, *_cut(rows, shown, width)]
+    (text, left_out), names = _named_table(columns, cells, shown, width)
+    lines = [text, *_left_out(left_out, width), *_cut(rows, shown, width)]
     if len(sound) > 1:
         same = [f"{_flag(name)} {_setting(sound[0], name)}" for name in SHARED if name not in differing]
         same = [part for part in same if not part.endswith(" -")]
@@ -145,7 +152,10 @@ def _group(rows: list[Row], width: int, most: int | None) -> str:
     more = [*map(_flag, ordered[MAX_DIFFERENCES:]), *(f"metric {name}" for name in metrics[MAX_METRICS:])]
     if more:
         lines.append(fold(f"they also differ in {', '.join(more)}: --json has all", width))
-    if parts := {f"{row['train_total']:,} of {row['epoch_samples']:,}" for row in rows if _is_sampled(row)}:
+    has_train = "train %" in text.partition("\n")[0]
+    if has_train and (
+        parts := {f"{row['train_total']:,} of {row['epoch_samples']:,}" for row in rows if _is_sampled(row)}
+    ):
         lines.append(fold(f"train %: on {' or '.join(sorted(parts))} samples (--train-score)", width))
     if on_test := [row["run"] for row in rows if row["chosen_on"] == "test"]:
         lines.append(fold(f"best weights or end chosen on the test set: {', '.join(on_test)}", width))
@@ -175,6 +185,24 @@ def _best_lines(rows: list[Row], names: dict[str, str], width: int) -> list[str]
             word = "lowest" if order.lower else "highest"
             lines.append(fold(f"{word} {what}: {names.get(best, best)} ({values[best]:{form}})", width))
     return lines
+
+
+def _named_table(
+    columns: list[Column], cells: list[list[str]], rows: list[Row], width: int
+) -> tuple[FittedTable, dict[str, str]]:
+    """Return a table with the runs' names in front, and those names: shortened only if the whole ones have no room."""
+    whole = {row["run"]: row["run"] for row in rows}
+    for names in (whole, _short_names(rows)):
+        named = [[names[row["run"]], *line] for row, line in zip(rows, cells, strict=True)]
+        fitted = fitted_table([Column("run", 0), *columns], named, width)
+        if not fitted.left_out and all(name in fitted.text for name in names.values()):
+            break
+    return fitted, names
+
+
+def _left_out(heads: list[str], width: int) -> list[str]:
+    more = "a wider terminal shows it" if len(heads) == 1 else "a wider terminal shows them"
+    return [fold(f"left out: {', '.join(heads)} ({more})", width)] if heads else []
 
 
 def _short_names(rows: list[Row]) -> dict[str, str]:
@@ -232,6 +260,13 @@ def _legend(text: str, rows: list[Row], width: int) -> list[str]:
 def _problems(rows: list[Row], width: int) -> list[str]:
     found = [f"{row['run']}: {row['problem']}" for row in rows if row["problem"]]
     return [fold(printable(line, MAX_LETTERS), width) for line in found]
+
+
+def _kind(row: Row) -> str:
+    """Say of a run that was not trained for real what it is."""
+    if row["kind"] in (None, "real"):
+        return "-"
+    return "times only" if row["timing_only"] else str(row["kind"])
 
 
 def _status(row: Row) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.analysis.status import PARTS, RunStatus, WorkerStatus
+from paceline.analysis.status import ENDED, PARTS, RunStatus, WorkerStatus
 from paceline.analysis.stragglers import SLOW_THRESHOLD, Straggler, stragglers
 from paceline.reports.tables import Column, fit_table
 from paceline.system.terminal import fold, printable, seconds_text
@@ -12,6 +12,7 @@ from paceline.system.terminal import fold, printable, seconds_text
 MAX_WORKERS = 32  # workers shown; `--json` has all
 MAX_NAMED = 8
 QUIET_SECONDS = 15.0
+MOMENT_SECONDS = 0.1  # figures written so shortly one after the other are of one moment
 MAX_LETTERS = 2000
 HEADS = ("worker", "state", "compute", "send", "wait", "server", "step", "pushes", "stale", "seen")
 COLUMNS = [Column(*pair) for pair in zip(HEADS, (0, 0, 0, 3, 5, 4, 6, 2, 1, 7), strict=True)]
@@ -34,7 +35,7 @@ def format_workers(status: RunStatus, width: int = 80, max_workers: int = MAX_WO
         found = stragglers(status.workers)
         shown = _select_workers(status.workers, found, max_workers)
         over = f"over the last {seconds_text(status.span)} of training" if status.span is not None else None
-        parts.append(fold(f"each worker, {over or 'since the server started'}:", width))
+        parts.append(fold(f"each worker, {over or 'since the server started'}{_as_of(status)}:", width))
         parts.append(worker_table(shown, width))
         if left := len(status.workers) - len(shown):
             more = f"and {left:,} more workers, none of them slower; 'paceline status --json' has all"
@@ -45,6 +46,14 @@ def format_workers(status: RunStatus, width: int = 80, max_workers: int = MAX_WO
     return parts
 
 
+def _as_of(status: RunStatus) -> str:
+    """Say when the figures of the workers were written, if those of the whole run are newer or the run was killed."""
+    at = status.workers_at
+    if at is None or status.status in ENDED or (status.status != "killed" and status.seconds - at < MOMENT_SECONDS):
+        return ""
+    return f", as last written after {seconds_text(at)}"
+
+
 def _run_line(status: RunStatus) -> str:
     workers = "1 worker" if status.num_workers == 1 else f"{status.num_workers:,} workers"
     kind = "simulated, " if status.simulated else ""
@@ -52,7 +61,8 @@ def _run_line(status: RunStatus) -> str:
     if status.reason:
         parts[0] += f" ({status.reason})"
     if status.updates:
-        parts.append(f"update {status.updates:,}")
+        more = " or later, as its log tells" if status.status == "killed" else ""
+        parts.append(f"update {status.updates:,}{more}")
     if status.fraction is not None:
         parts.append(f"{100 * status.fraction:.0f} % of the budget")
     if status.rate:

@@ -37,28 +37,45 @@ class Column(NamedTuple):
     drop_order: int
 
 
+class FittedTable(NamedTuple):
+    """The text of a table, and the headings of the columns that it had no room for."""
+
+    text: str
+    left_out: list[str]
+
+
 MIN_LETTERS = 8  # letters kept of a shortened name
 
 
 def fit_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, keep_empty: bool = False) -> str:
+    """Return the text of `fitted_table`."""
+    return fitted_table(columns, rows, width, keep_empty).text
+
+
+def fitted_table(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, keep_empty: bool = False
+) -> FittedTable:
     """Return a table of at most `width` columns: drop columns by `drop_order`, then shorten long names in the middle.
 
     Empty columns are dropped unless `keep_empty`.
 
-    >>> print(fit_table([Column("run", 0), Column("loss", 1), Column("%", 2)], [["a-long-name", "0.5", "90"]], 16))
+    >>> fitted = fitted_table([Column("run", 0), Column("loss", 1), Column("%", 2)], [["a-long-name", "0.5", "90"]], 16)
+    >>> print(fitted.text, fitted.left_out)
     run           %
-    a-long-name  90
-    >>> print(fit_table([Column("run", 0)], [["a-very-long-name"]], 11))
+    a-long-name  90 ['loss']
+    >>> print(fitted_table([Column("run", 0)], [["a-very-long-name"]], 11).text)
     run
     a-ver…-name
     """
     filled = [keep_empty or any(row[place] != "-" for row in rows) for place in range(len(columns))]
     kept = [place for place, column in enumerate(columns) if not column.drop_order or filled[place]]
+    wanted = list(kept)
     while True:
+        left_out = [columns[place].head for place in wanted if place not in kept]
         text = table([columns[place].head for place in kept], [[row[place] for place in kept] for row in rows])
         widest = max(map(len, text.splitlines()))
         if widest <= width:
-            return text
+            return FittedTable(text, left_out)
         leaving = [place for place in kept if columns[place].drop_order]
         if not leaving:
             break
@@ -66,7 +83,7 @@ def fit_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: i
     longest = max(len(row[0]) for row in [*rows, [columns[0].head]])
     room = max(MIN_LETTERS, longest - (widest - width))
     short = [[shortened(row[0], room), *(row[place] for place in kept[1:])] for row in rows]
-    return table([columns[place].head for place in kept], short)
+    return FittedTable(table([columns[place].head for place in kept], short), left_out)
 
 
 def shortened(text: str, room: int) -> str:

@@ -14,7 +14,7 @@ from paceline.errors import UserError, unknown_name
 from paceline.randomness import rng
 from paceline.settings.notation import seconds
 
-FORM = "write 30ms, 1,1,1,4 (factors of a second), lognormal:30ms,.3, exponential:30ms, measured:RUN; then *1,1,4"
+FORM = "write 30ms, 1,1,1,4 (seconds of each worker), lognormal:30ms,.3, exponential:30ms, measured:RUN; then *1,1,4"
 BLOCK = 128
 MIN_SECONDS = 1e-9
 MAX_SPREAD = 5.0

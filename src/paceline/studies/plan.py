@@ -44,7 +44,8 @@ def probe(config: RunConfig, console: Console, folder: Path) -> Path:
     trial = dataclasses.replace(config, **imagined, strategy=ASYNC, workers=2, threads=1, epoch_mode="shared")
     steps = PROBE_STEPS
     for name in ("short", "long"):
-        run, result = train(dataclasses.replace(trial, steps=steps, name=name, runs=str(folder)), console, rank_here())
+        shown = console if name == "short" else Console(quiet=True)  # its notes are those of the short one
+        run, result = train(dataclasses.replace(trial, steps=steps, name=name, runs=str(folder)), shown, rank_here())
         if result["train_seconds"] >= PROBE_SECONDS / 2:
             break
         steps = round(steps * PROBE_SECONDS / max(result["train_seconds"], 0.01))

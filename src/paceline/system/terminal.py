@@ -31,6 +31,16 @@ def table_width() -> int:
     return terminal_width() if sys.stdout.isatty() or os.environ.get("COLUMNS") else UNLIMITED_WIDTH
 
 
+def counted(number: int, what: str) -> str:
+    """Return a number of things.
+
+    >>> counted(1, "push"), counted(2, "push"), counted(1200, "thread")
+    ('1 push', '2 pushes', '1,200 threads')
+    """
+    ending = "" if number == 1 else "es" if what.endswith(("sh", "s", "x")) else "s"
+    return f"{number:,} {what}{ending}"
+
+
 def seconds_text(seconds: float | None) -> str:
     """Return a duration as people write it: with its two largest units, or two digits.
 

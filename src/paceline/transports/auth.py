@@ -5,18 +5,22 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+import socket
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ProtocolError, UserError
-from paceline.transports.connection import is_loopback, parse_address
+from paceline.system.cpu import cores
+from paceline.transports.connection import ANYWHERE, is_loopback, parse_address
 from paceline.transports.frames import MAGIC, VERSION
 from paceline.transports.tls import Tls, worker_tls
 
 TOKEN_VARIABLE = "PACELINE_TOKEN"
 MIN_TOKEN_NBYTES = 16  # a recorded handshake lets its owner try guesses at leisure
+MAKE_TOKEN = "'openssl rand -hex 16' makes one, or leave it to 'paceline server'"
+COPY_TOKEN = "copy the one of the server, which keeps it in RUN/token and may have printed it"
 READ_ONLY = b"paceline-read-"  # how the tokens of observers begin
 _NONCE_NBYTES = 32
 _CHALLENGE = struct.Struct("<4sB11x32s")
@@ -132,18 +136,18 @@ def write_secret(file: Path, content: bytes) -> None:
     temporary.replace(file)
 
 
-def read_token(file: Path | None, environ: Mapping[str, str]) -> bytes | None:
+def read_token(file: Path | None, environ: Mapping[str, str], remedy: str = COPY_TOKEN) -> bytes | None:
     """Read the token from `file`, else from the variable PACELINE_TOKEN. Return None if there is neither.
 
     Refuse a file that any user of the machine can read, as ssh refuses such a key: every holder of the token can push
     into the run, and a warning would be overlooked. A group may share one. Surrounding white space is ignored. Refuse
-    a token that could be guessed too.
+    a token that could be guessed too, with the `remedy`: only a server may make another one.
     """
     if file is None:
         text = environ.get(TOKEN_VARIABLE)
         if text is not None and not text.strip():
             raise UserError(f"the variable {TOKEN_VARIABLE} is empty: put the token into it, or unset it")
-        return _long_enough(os.fsencode(text.strip()), f"in {TOKEN_VARIABLE}") if text is not None else None
+        return _long_enough(os.fsencode(text.strip()), TOKEN_VARIABLE, remedy) if text is not None else None
     try:
         mode, token = file.stat().st_mode, file.read_bytes().strip()
     except OSError as error:
@@ -152,13 +156,13 @@ def read_token(file: Path | None, environ: Mapping[str, str]) -> bytes | None:
         raise UserError(f"token file {file} can be read by every user (mode {mode & 0o777:o}): chmod 600 {file}")
     if not token:
         raise UserError(f"token file {file} is empty: write the token of the run into it")
-    return _long_enough(token, f"in {file}")
+    return _long_enough(token, str(file), remedy)
 
 
-def _long_enough(token: bytes, where: str) -> bytes:
+def _long_enough(token: bytes, where: str, remedy: str) -> bytes:
     if len(token) < MIN_TOKEN_NBYTES:
-        what = f"the token {where} has {len(token)} bytes, and needs {MIN_TOKEN_NBYTES}"
-        raise UserError(f"{what}: 'openssl rand -hex 16' makes one, or leave it to 'paceline server'")
+        has = f"{len(token)} byte{'s' if len(token) != 1 else ''}"
+        raise UserError(f"the token in {where} has {has}, and needs {MIN_TOKEN_NBYTES}: {remedy}")
     return token
 
 
@@ -188,6 +192,22 @@ def token_of(options: ConnectOptions) -> bytes:
         here = "on the server's own machine name the folder instead, as in 'paceline worker --run RUN'"
         raise UserError(f"no token for {options.connect}: give RUN/token by --token-file or {TOKEN_VARIABLE}; {here}")
     return token
+
+
+def worker_command(address: str, run: Path, num_workers: int) -> str:
+    """The command, in quotes, that starts a worker of a server at `address`, and where the token is that it needs.
+
+    Workers of one machine get their share of its threads.
+
+    >>> worker_command("10.0.0.1:29500", Path("runs/a"), 4)
+    "'PACELINE_TOKEN=... paceline worker --connect 10.0.0.1:29500' (the token is in runs/a/token)"
+    """
+    host, port = parse_address(address)
+    if is_loopback(host):
+        threads = f" --threads {max(1, cores() // num_workers)}" if num_workers > 1 else ""
+        return f"'paceline worker --run {run}{threads}'"
+    where = f"{socket.gethostname()}:{port}" if host in ANYWHERE else address
+    return f"'{TOKEN_VARIABLE}=... paceline worker --connect {where}' (the token is in {run}/token)"
 
 
 def wants_tls(chosen: bool | None, address: str) -> bool:

@@ -81,6 +81,10 @@ def prepare(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
+class ClosedByPeer(ConnectionError):
+    """The other end closed or reset the connection."""
+
+
 class Connection:
     """Sends and receives as much as it can. Every end of the connection raises ConnectionError."""
 
@@ -99,10 +103,12 @@ class Connection:
             count = self.sock.recv_into(place[:_PIECE], 0, self._flags)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return None
+        except ConnectionResetError as error:
+            raise ClosedByPeer(str(error)) from None
         except OSError as error:
             raise ConnectionError(str(error)) from None
         if not count:
-            raise ConnectionError("closed by the other end")
+            raise ClosedByPeer("closed by the other end")
         return count
 
     def send(self, parts: list[memoryview]) -> int | None:
@@ -156,6 +162,8 @@ class TlsConnection(Connection):
         except ssl.SSLWantWriteError:
             self.wants_write = True
             return False
+        except (ssl.SSLEOFError, ConnectionResetError) as error:
+            raise ClosedByPeer(f"no TLS: {getattr(error, 'reason', None) or error}") from None
         except (OSError, ValueError) as error:
             raise ConnectionError(f"no TLS: {getattr(error, 'reason', None) or error}") from None
         return True
@@ -204,7 +212,8 @@ def accepted(sock: socket.socket, peer: str, tls: Tls | None) -> Connection:
         return TlsConnection(tls.context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False), peer)
     except (OSError, ValueError) as error:
         sock.close()
-        raise ConnectionError(str(error)) from None
+        gone = isinstance(error, OSError) and error.errno == errno.ENOTCONN
+        raise (ClosedByPeer if gone else ConnectionError)(str(error)) from None
 
 
 def connected(address: str, tls: Tls | None, seconds: float) -> tuple[Connection, bytes]:

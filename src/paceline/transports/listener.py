@@ -17,6 +17,7 @@ from paceline.errors import ProtocolError
 from paceline.transports import frames
 from paceline.transports.auth import ANSWER_NBYTES, DENIAL, ServerHandshake, WrongToken
 from paceline.transports.connection import (
+    ClosedByPeer,
     Connection,
     TlsConnection,
     accepted,
@@ -111,7 +112,7 @@ class UnauthenticatedPeer:
     def __init__(self, connection: Connection, token: bytes, binding: bytes, now: float) -> None:
         self.connection, self.peer, self.since = connection, connection.peer, now
         self.source, self._accepted_at = source_of(parse_address(self.peer)[0]), time.time()
-        self._shaken = False  # whether the TLS handshake is done
+        self._shaken = self._has_spoken = False  # whether the TLS handshake is done, and a byte of the proof has come
         self._outbox = SendQueue()
         self._handshake = ServerHandshake(token, binding)
         self._filler = FrameReader(_application(connection, self._outbox, self._handshake))
@@ -125,18 +126,28 @@ class UnauthenticatedPeer:
         """Whether to call `step` when the connection accepts bytes."""
         return bool(self._outbox) or self.connection.wants_write
 
+    def _receive_into(self, place: memoryview) -> int | None:
+        count = self.connection.receive_into(place)
+        self._has_spoken |= count is not None
+        return count
+
     def step(self) -> JoinRequest | None:
-        """Continue with the bytes that have arrived. If they are wrong, close it and raise ProtocolError."""
+        """Continue with the bytes that have arrived. If they are wrong, close it and raise ProtocolError.
+
+        If there were none, as from a worker that tries whether a server speaks TLS, the end is a ClosedByPeer.
+        """
         connection = self.connection
         try:
             if isinstance(connection, TlsConnection) and not self._shaken:
                 self._shaken = connection.shake_hands()
                 if not self._shaken:
                     return None
-            whole = self._filler.fill(connection.receive_into)
+            whole = self._filler.fill(self._receive_into)
             self._outbox.flush(connection.send)
         except Exception as error:  # whatever a stranger causes ends his connection alone
             connection.close()
+            if isinstance(error, ClosedByPeer) and not self._has_spoken:
+                raise
             known = isinstance(error, ProtocolError | ConnectionError)
             raise ProtocolError(str(error) if known else f"{type(error).__name__}: {error}") from None
         if whole is None:
@@ -283,7 +294,8 @@ class Listener:
             self._poll.register(stranger.fileno(), select.EPOLLIN)
         except OSError as error:
             sock.close()
-            self.complain(f"{peer} was turned away: {error}")
+            if not isinstance(error, ClosedByPeer):
+                self.complain(f"{peer} was turned away: {error}")
             return
         self.strangers[stranger.fileno()] = stranger
         self._by_source.setdefault(stranger.source, []).append(stranger)
@@ -293,7 +305,10 @@ class Listener:
         number, wanted_write = stranger.fileno(), stranger.wants_write
         try:
             request = stranger.step()
-        except ProtocolError as error:  # closing it removed it from the poll
+        except ClosedByPeer:  # closing it removed it from the poll
+            self._forget(number)
+            return None
+        except ProtocolError as error:
             self._forget(number)
             self.complain(f"{stranger.peer} was turned away: {error}")
             return None

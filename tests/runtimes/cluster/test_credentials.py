@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import socket
 import stat
 from pathlib import Path
 from typing import Any
@@ -216,3 +217,21 @@ def test_a_worker_on_loopback_takes_up_tls_by_itself_unless_told_not_to(
     else:
         with pytest.raises(TlsExpected):
             join_server(options, Console(quiet=True))
+
+
+def test_a_server_that_cannot_listen_prints_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        words = ["--strategy", "async", "--workers", "1", "--dataset", "fashion-mnist-sample", "--steps", "1"]
+        assert main(["server", *words, "--listen", f"0.0.0.0:{other.getsockname()[1]}", "--plain"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "another program listens there" in line and not list(tmp_path.glob("runs/*"))
+
+
+def test_a_server_with_a_short_token_is_told_how_to_make_one(folder: RunFolder) -> None:
+    write_secret(folder.path / "short", b"short\n")
+    with pytest.raises(UserError, match=r"has 5 bytes, and needs 16: 'openssl rand -hex 16' makes one"):
+        Run(folder).serve(listen=HERE, token_file=str(folder.path / "short"))

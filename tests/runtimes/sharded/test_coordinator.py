@@ -142,9 +142,9 @@ def test_beats_are_signs_of_life(make: Callable[..., First]) -> None:
 @pytest.mark.long
 def test_nobody_comes_and_the_user_is_told_how_to_start_workers_or_that_it_is_over(make: Callable[..., First]) -> None:
     first = make(beats=True, wait_seconds=1.0, REMIND_SECONDS=0.1)
-    said = "0 of 1 workers are here after 0 s: start the others with 'paceline worker --connect"
+    said = "0 of 1 workers are here after 0 s: start the others with 'paceline worker --run"
     until(
-        lambda: any(note.startswith(said) and first.listener.address in note for note in first.notes),
+        lambda: f"{said} {first.run.folder.path}'" in first.notes,
         lambda: f"the reminder, only {first.notes}",
     )
     first.thread.join(20)

@@ -89,7 +89,8 @@ function rankingOf(runs) {
     const kind = comparable(scored, `${part}_accuracy`);
     const name = `${kind}_${part}_accuracy`;
     if (!scored.length || !kind || !scored.every((run) => known(run.figures[name]))) continue;
-    const text = (run) => `${KINDS.percent(run.figures[name])} ${part} accuracy (${kind} weights)`;
+    const shared = scored.some((run) => run.figures.weights && run.figures.weights !== kind) ? ", the ones that all runs were scored with" : "";
+    const text = (run) => `${KINDS.percent(run.figures[name])} ${part} accuracy (${kind} weights${shared})`;
     return { value: (run) => run.figures[name], text, part, lowest: false };
   }
   if (scored.length) return null;

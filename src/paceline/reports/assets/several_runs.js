@@ -34,7 +34,7 @@ class SeveralRuns {
     this.chosen = true;
     this.metric.offer((name) => hasCurve(runs, name));
     setText(this.verdict, overall(runs));
-    const notes = runs.flatMap((run) => run.notes.map((text) => `${run.short}: ${text}`));
+    const notes = notesOf(runs);
     this.notes.hidden = !notes.length;
     const shown = notes.slice(0, 12);
     if (notes.length > shown.length) shown.push(`and ${notes.length - shown.length} more notes; each run's own are below`);
@@ -113,6 +113,13 @@ class SeveralRuns {
     const link = el("a", { href: `#${encodeURIComponent(run.name)}`, title: `${run.name}: ${run.title || ""}`, onclick: () => this.choose(run.name) }, run.short);
     return el("span", { class: "name" }, swatch, link);
   }
+}
+
+// Return the notes of all runs; one that several share is said once.
+function notesOf(runs) {
+  const sharing = new Map();
+  for (const run of runs) for (const text of run.notes) sharing.set(text, [...(sharing.get(text) || []), run.short]);
+  return [...sharing].map(([text, names]) => `${names.length > 2 ? `${names.length} runs` : names.join(" and ")}: ${text}`);
 }
 
 // The charts of the runs on one data set.

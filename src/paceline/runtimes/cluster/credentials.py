@@ -13,7 +13,7 @@ from typing import Any
 from paceline.errors import UserError
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.sharded.processes import LOCAL
-from paceline.transports.auth import READ_ONLY, make_token, read_only, read_token, wants_tls, write_secret
+from paceline.transports.auth import MAKE_TOKEN, READ_ONLY, make_token, read_only, read_token, wants_tls, write_secret
 from paceline.transports.connection import format_address, is_loopback, parse_address
 from paceline.transports.tls import Tls, make_certificate, server_tls
 
@@ -73,7 +73,8 @@ def make_credentials(options: ListenOptions, folder: RunFolder, note: Note) -> C
 def _token(options: ListenOptions, folder: RunFolder, note: Note) -> bytes:
     """The given token, else the run's earlier one, else a new one, which is shown if workers are on other machines."""
     before = read_token(folder.token_file, {}) if folder.token_file.exists() else None
-    token = read_token(Path(options.token_file) if options.token_file is not None else None, os.environ) or before
+    file = Path(options.token_file) if options.token_file is not None else None
+    token = read_token(file, os.environ, MAKE_TOKEN) or before
     if token is None:
         token = make_token()
         if not is_loopback(parse_address(options.address)[0]):

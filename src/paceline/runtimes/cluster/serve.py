@@ -31,6 +31,7 @@ from paceline.settings.resolve import SCRIPT_DECIDES, SCRIPT_MAY_DECIDE, check_n
 from paceline.settings.strategies import require_feature
 from paceline.system.signals import stop_signals
 from paceline.system.strict_json import seal, to_json
+from paceline.transports.auth import worker_command
 from paceline.transports.connection import ANYWHERE, is_loopback, parse_address
 
 if TYPE_CHECKING:
@@ -233,8 +234,11 @@ def _serve(order: _ServeOrder) -> dict[str, Any]:
     keep_freed_memory()
     flush_subnormals()
     raise_file_limit()
-    own = make_credentials(order.options, order.folder, order.console.note)
+    notes: list[str] = []  # said when the address is known to be free: a token of a run that never was is no use
+    own = make_credentials(order.options, order.folder, notes.append)
     listener = Listener(order.options.address, own.token, own.tls)
+    for note in notes:
+        order.console.note(note)
     line = ForegroundChannel(order.console.report)
     facts = {**provenance(order.config, order.location), "servers": order.options.num_servers}
     how = _serve_task if order.script is None else _serve_loops
@@ -305,7 +309,8 @@ def _announce(
     host_name, port = parse_address(listener.address)
     how = f": workers connect to port {port} of this machine" if host_name in ANYWHERE else ""
     if tell is None and is_loopback(host_name):
-        how = f": start workers on this machine with 'paceline worker --run {folder.path}'"
+        command = worker_command(listener.address, folder.path, order.config.workers or 1)
+        how = f": start workers on this machine with {command}"
     order.console.note(f"serving at {listener.address}{how}")
     if tell is not None:
         tell(Listening(listener.address, own.tls is not None, line.stop))

@@ -33,7 +33,7 @@ from paceline.system.cpu import cores
 from paceline.system.environment import package_version
 from paceline.system.memory import keep_freed_memory
 from paceline.system.signals import leave_signal
-from paceline.system.terminal import printable
+from paceline.system.terminal import counted, printable
 from paceline.tasks.given_weights import read_given
 from paceline.tasks.host_staging import pinned_memory
 from paceline.tasks.supervised import SupervisedTask
@@ -266,7 +266,8 @@ class PipelineSlot:
         instance = make_worker(config, task, division, join, pinned_memory if staged else None, staged)
         self._loop = WorkerLoop(instance, config)
         self._transport.count_steps(lambda: instance.num_steps)
-        what, device_name = config.task or config.model, f"{config.threads} threads" if not staged else config.device
+        what, threads = config.task or config.model, counted(config.threads or 1, "thread")
+        device_name = config.device if staged else threads
         self._context.say(
             printable(f"worker {worker} of {max_workers_of(config)}: {config.strategy}, {what}, {device_name}")
         )
@@ -297,7 +298,7 @@ class PipelineSlot:
         if self.has_finished and self._transport.is_drained:
             self._context.say(f"worker {worker} was drained: it has left the run, which goes on")
         elif self.has_finished:
-            self._context.say(f"worker {worker} has finished: its work is done or training is over")
+            self._context.say(f"worker {worker} has finished: the server needs no more steps of it")
         elif self._transport.farewell is not None:
             self._context.say(f"worker {worker} ends: {printable(self._transport.farewell)}")
 

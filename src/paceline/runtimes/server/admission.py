@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -17,7 +16,7 @@ from paceline.runtimes.server.runtime import Peers, TcpPeers
 from paceline.runtimes.server.service import Dispatcher
 from paceline.system.environment import machine_name, package_version
 from paceline.system.terminal import seconds_text
-from paceline.transports.connection import ANYWHERE, parse_address
+from paceline.transports.auth import worker_command
 from paceline.transports.listener import JoinRequest
 from paceline.transports.tcp_server import TcpPeer
 
@@ -228,11 +227,10 @@ class StartBarrier:
             self._host.stop(NOT_COME)
         elif seconds > self._remind_after:
             self._remind_after += min(self._remind_after, RAREST_SECONDS)
-            host, port = parse_address(self._address)
-            where = f"{socket.gethostname()}:{port}" if host in ANYWHERE else self._address
             here, expected = len(self._peers.by_worker), self._host.server.num_workers
             what = f"{here} of {expected} workers are here after {seconds_text(round(seconds))}"
-            self._dispatcher.note(f"{what}: start the others with 'paceline worker --connect {where}'")
+            how = worker_command(self._address, self._host.folder.path, expected)
+            self._dispatcher.note(f"{what}: start the others with {how}")
 
     def give_up_lost(self, now: float) -> None:
         """Start a resumed run without workers that do not come back in time; they may still join later."""

@@ -21,6 +21,7 @@ from paceline.runtimes.scripts.remote.code import ServedScript
 from paceline.runtimes.scripts.served_loop import WorkerEnv
 from paceline.system.process import TETHER_VARIABLE, die_with, helper_command, helper_environment
 from paceline.system.signals import leave_signal
+from paceline.system.terminal import counted
 from paceline.transports.auth import TOKEN_VARIABLE
 
 LEAVE_SECONDS = 10.0  # how long a worker that got SIGTERM may take for its push
@@ -103,7 +104,8 @@ def work_in_script(
     line = served.find(script)
     if isinstance(sys.stdout, io.TextIOWrapper):  # often a log or a pipe: show what the script prints at once
         sys.stdout.reconfigure(line_buffering=True)
-    say(f"worker {worker} of {max_workers_of(config)}: {config.strategy}, {line[0]}, {config.threads} threads")
+    threads = counted(config.threads or 1, "thread")
+    say(f"worker {worker} of {max_workers_of(config)}: {config.strategy}, {line[0]}, {threads}")
     try:
         run_script(WorkerEnv(config, worker, welcome["incarnation"], client, served.typed, None, client.keep), line)
     except StartAgain:
