@@ -26,7 +26,7 @@ def hidden_matrices(layout: Layout) -> list[Parameter]:
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """About U V^T for matrices U S V^T, [..., count, rows, columns]: Newton-Schulz iterations in bfloat16, as in torch."""
+    """About U V^T for matrices U S V^T, [..., count, rows, columns]: Newton-Schulz iterations in bfloat16, as torch."""
     found = matrices.bfloat16().flatten(0, -3)
     is_tall = found.shape[-2] > found.shape[-1]
     found = found.mT if is_tall else found

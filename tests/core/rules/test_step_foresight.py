@@ -99,9 +99,13 @@ class SlowStepForesight:
         self.interval[worker] = 0.9 * usual + 0.1 * min(staleness + 1, 3.0 * usual)
         weight = min(self.interval[worker] / num_live, 3.0) if self.fair else 1.0
         longest = max(self.interval.values())
-        grown = min(1.0, self.updates / max(1.0, 40.0 * (longest - 1)))
+        grown = min(1.0, self.updates / max(1.0, 80.0 * (longest - 1)))
         self.before = self.weights
-        self.weights = self.optimizer.step(self.weights, [weight * g for g in gradient], lr * grown, 1 / longest)
+        gradient = [weight * g for g in gradient]
+        stepped = self.optimizer.step(self.weights, gradient, lr * grown, 1 / longest)
+        steps = [s - w for s, w in zip(stepped, self.weights, strict=True)]
+        kept = [step / longest if step * g > 0 else step for step, g in zip(steps, gradient, strict=True)]
+        self.weights = [w + step for w, step in zip(self.weights, kept, strict=True)]
 
     def sent(self, worker: int) -> list[float]:
         ahead = 1.5 * max(self.interval.get(worker, 1.0) - 1.0, 0.0)
@@ -130,7 +134,7 @@ def test_classical_momentum_steps_as_under_its_own_rule() -> None:
     from paceline.core.rules.foresight import Foresight
 
     one, other = torch.zeros(3), torch.zeros(3)
-    rule, classical = StepForesight(Sgd(0.9), 3, ramp=0.0), Foresight(0.9, 3)
+    rule, classical = StepForesight(Sgd(0.9), 3, ramp=0.0, holds_back=False), Foresight(0.9, 3)
     state, states = rule.start(one), classical.start(other)
     for update in range(30):
         gradient = torch.randn(3, generator=torch.Generator().manual_seed(update))

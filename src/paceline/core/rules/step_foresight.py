@@ -8,11 +8,11 @@ from torch import Tensor
 from paceline.core.optimizers import RoundOptimizer
 from paceline.core.rules.foresight import HORIZON, next_interval
 from paceline.core.rules.plain import StatelessHooks
-from paceline.core.rules.worker_rows import Scalar, at_least, at_most, keep_all, move_between
+from paceline.core.rules.worker_rows import Scalar, add_scaled, at_least, at_most, keep_all, move_between
 from paceline.interfaces import Arrival, State
 
 MAX_WEIGHT = 3.0  # of a push under `foresight-fair`
-RAMP = 40.0  # updates over which steps grow, for each update that another worker makes between two of one worker
+RAMP = 80.0  # updates over which steps grow, for each update that another worker makes between two of one worker
 
 
 class StepForesight(StatelessHooks):
@@ -44,15 +44,18 @@ class StepForesight(StatelessHooks):
         fair: bool = False,
         horizon: float = HORIZON,
         ramp: float = RAMP,
+        holds_back: bool = True,
     ) -> None:
         self.optimizer, self.max_workers, self.fair = optimizer, max_workers, fair
-        self.horizon, self.ramp = horizon, ramp
+        self.horizon, self.ramp, self.holds_back = horizon, ramp, holds_back
+        self._step = self._against = torch.empty(0)
 
     @property
     def name(self) -> str:
         return "foresight-fair" if self.fair else "foresight"
 
     def start(self, weights: Tensor) -> State:
+        self._step, self._against = torch.empty_like(weights), torch.empty_like(weights)
         numbers = torch.zeros((*weights.shape[:-1], self.max_workers + 1), dtype=torch.float64, device=weights.device)
         return {"before": weights.clone(), "numbers": numbers, **self.optimizer.start(weights)}
 
@@ -68,6 +71,14 @@ class StepForesight(StatelessHooks):
         lr = arrival.lr * (length.to(arrival.lr.dtype) if isinstance(length, Tensor) else length)
         state["before"].copy_(weights)
         self.optimizer.step(weights, state, update, lr, 1.0 / longest)
+        if self.holds_back and (isinstance(longest, Tensor) or longest > 1.0):
+            self._hold_back(weights, state["before"], update, 1.0 - 1.0 / longest)
+
+    def _hold_back(self, weights: Tensor, before: Tensor, gradient: Tensor, undone: Scalar) -> None:
+        """Undo so much of the step in every coordinate in which it goes up the gradient."""
+        step = torch.sub(weights, before, out=self._step)
+        step.mul_(torch.mul(step, gradient, out=self._against).gt_(0.0))
+        add_scaled(weights, step, -undone)
 
     def _measure(self, numbers: Tensor, arrival: Arrival) -> tuple[Scalar, Scalar, Scalar]:
         """Update the worker's interval; return it with the longest of all workers and the number of updates.
