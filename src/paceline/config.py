@@ -156,20 +156,12 @@ class RunConfig:
     path: str | None = _strategy(None, "topology (ring: default of allreduce, local and diloco)", metavar="star|ring")
     codec: str | None = _strategy(None, "compress pushes: none (default), fp16, bf16, int8, sign, topk:F or lowrank:R")
     pull_codec: str | None = _strategy(None, "compress replies, as weight changes, with the same codecs (default none)")
-    optimizer: str = _optimizer(
-        "sgd", "sgd, adam, adamw, rmsprop, lars or muon: on the server or, with local steps, in each worker"
-    )
-    lr: float | None = _optimizer(
-        None, "learning rate (default: sgd .005, adam, adamw, muon .001, rmsprop .0001, lars 1)", _positive
-    )
+    optimizer: str = _optimizer("sgd", "sgd, adam, adamw, rmsprop, lars or muon: on the server, or in workers if local")
+    lr: float | None = _optimizer(None, "learning rate (default .001, sgd .005, rmsprop .0001, lars 1)", _positive)
     momentum: float = _optimizer(0.9, "momentum of sgd, rmsprop, lars and muon", _fraction)
     nesterov: bool = _optimizer(False, "Nesterov momentum for sgd")
-    betas: list[float] = _optimizer(
-        [0.9, 0.999], "betas of adam, adamw and the rest under muon", _betas, metavar="B1,B2"
-    )
-    weight_decay: float = _optimizer(
-        0.0, "weight decay added to the gradient (adamw and muon: to the step)", _not_negative
-    )
+    betas: list[float] = _optimizer([0.9, 0.999], "betas of adam, adamw and muon's adamw", _betas, metavar="B1,B2")
+    weight_decay: float = _optimizer(0.0, "weight decay added to the gradient (adamw, muon: to steps)", _not_negative)
     clip: float | None = _optimizer(None, "maximum gradient norm; scale larger gradients down", _positive)
     schedule: str = _optimizer("constant", "learning rate schedule: constant, cosine or exponential[:FACTOR per epoch]")
     warmup: float = _optimizer(0.0, "fraction of the run over which lr grows from 0", _fraction)

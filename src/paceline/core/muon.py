@@ -50,7 +50,7 @@ class Muon(GradientTransform):
     >>> weights, muon = torch.zeros(layout.size), Muon(layout)
     >>> muon.step(weights, muon.start(weights), torch.ones(layout.size), torch.tensor(1.0))
     >>> round(weights[0].item(), 2), round(weights[16].item(), 2)
-    (-0.13, -1.0)
+    (-0.14, -1.0)
     """
 
     def __init__(

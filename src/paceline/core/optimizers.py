@@ -86,7 +86,8 @@ class Sgd(GradientTransform):
     """Stochastic gradient descent with momentum, like torch.optim.SGD.
 
     v = momentum v + g;  weights -= lr v   (Nesterov: weights -= lr (g + momentum v))
-    With a share s of a round: v decays by momentum^s, and counts (1 - momentum^s)/(1 - momentum).
+    With a share s of a round, the momentum is momentum^s, and lr is multiplied by (1 - momentum^s)/(1 - momentum).
+    Nesterov's difference to v then counts s times, as the newest gradient is of one worker.
     """
 
     def __init__(
@@ -114,10 +115,12 @@ class Sgd(GradientTransform):
         if self._moving:
             velocity, momentum = state["velocity"], self.momentum
             if isinstance(share, Tensor) or share != 1.0:
-                decay, counts = _of_share(momentum, share, torch.ones_like(momentum))
-                torch.addcmul(gradient, velocity, decay, out=velocity)
-                moved = velocity * counts
-                gradient = torch.addcmul(gradient, moved, momentum) if self.nesterov else moved
+                momentum, counts = _of_share(momentum, share, torch.ones_like(momentum))
+                torch.addcmul(gradient, velocity, momentum, out=velocity)
+                direction = velocity
+                if self.nesterov:
+                    direction = velocity + (torch.addcmul(gradient, velocity, momentum) - velocity) * share
+                gradient = (direction * counts).to(weights.dtype)
             else:
                 torch.addcmul(gradient, velocity, momentum, out=velocity)
                 gradient = torch.addcmul(gradient, velocity, momentum) if self.nesterov else velocity

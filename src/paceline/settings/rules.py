@@ -258,7 +258,14 @@ def _around(config: RunConfig, max_workers: int, make_optimizer: Callable[[], Op
     from paceline.core.rules.staleness_aware import Compensated, Damped, Gap
     from paceline.core.rules.step_foresight import StepForesight
 
-    optimizer = make_optimizer()  # a built-in one for the look-ahead rules: `check_rule` has refused others
+    optimizer = make_optimizer()
+
+    def look_ahead(fair: bool) -> Rule:
+        known = cast("RoundOptimizer", optimizer)  # `check_rule` has refused those of own loops
+        if config.nesterov:
+            return StepForesight(known, max_workers, fair, ramp=0.0, holds_back=False)  # its steps do shrink
+        return StepForesight(known, max_workers, fair)
+
     rules: dict[str, Callable[[], Rule]] = {
         "plain": lambda: Plain(optimizer),
         "plain-early": lambda: ReplyBeforeApply(optimizer),
@@ -268,8 +275,8 @@ def _around(config: RunConfig, max_workers: int, make_optimizer: Callable[[], Op
         "compensated": lambda: Compensated(optimizer, max_workers),
         "cached": lambda: Cached(optimizer, max_workers),
         "ahead": lambda: Ahead(optimizer, make_optimizer(), max_workers),
-        "foresight": lambda: StepForesight(cast("RoundOptimizer", optimizer), max_workers),
-        "foresight-fair": lambda: StepForesight(cast("RoundOptimizer", optimizer), max_workers, fair=True),
+        "foresight": partial(look_ahead, fair=False),
+        "foresight-fair": partial(look_ahead, fair=True),
     }
     return rules[rule_of(config).name]()
 

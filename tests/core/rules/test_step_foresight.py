@@ -75,10 +75,11 @@ class SlowRoundRmsProp(SlowRounds):
 
 class SlowRoundNesterov(SlowRounds):
     def change(self, weight: float, place: int) -> float:
-        mean = 0.0
+        velocity, momentum = 0.0, 0.9 ** self.shares[-1]
         for number, gradient in enumerate(self.gradients):
-            mean += 0.9 ** sum(self.shares[number + 1 :]) * gradient[place]
-        return self.gradients[-1][place] + 0.9 * mean * (1 - 0.9 ** self.shares[-1]) / (1 - 0.9)
+            velocity += 0.9 ** sum(self.shares[number + 1 :]) * gradient[place]
+        ahead = self.gradients[-1][place] + momentum * velocity - velocity
+        return (velocity + ahead * self.shares[-1]) * (1 - momentum) / (1 - 0.9)
 
 
 class SlowStepForesight:
@@ -99,13 +100,13 @@ class SlowStepForesight:
         self.interval[worker] = 0.9 * usual + 0.1 * min(staleness + 1, 3.0 * usual)
         weight = min(self.interval[worker] / num_live, 3.0) if self.fair else 1.0
         longest = max(self.interval.values())
-        grown = min(1.0, self.updates / max(1.0, 80.0 * (longest - 1)))
+        grown = min(1.0, self.updates / max(1.0, 40.0 * (longest - 1)))
         self.before = self.weights
         gradient = [weight * g for g in gradient]
         stepped = self.optimizer.step(self.weights, gradient, lr * grown, 1 / longest)
         steps = [s - w for s, w in zip(stepped, self.weights, strict=True)]
         kept = [step / longest if step * g > 0 else step for step, g in zip(steps, gradient, strict=True)]
-        self.weights = [w + step for w, step in zip(self.weights, kept, strict=True)]
+        self.weights = [w + step for w, step in zip(self.weights, steps if self.fair else kept, strict=True)]
 
     def sent(self, worker: int) -> list[float]:
         ahead = 1.5 * max(self.interval.get(worker, 1.0) - 1.0, 0.0)

@@ -173,6 +173,8 @@ SETTINGS = {
     "sgd": {"strategy": "sync", "rule": "plain", "weight_decay": 0.01},
     "nesterov": {"strategy": "async", "rule": "plain", "nesterov": True},
     "adam": {"strategy": "async", "rule": "plain", "optimizer": "adam", "average": "on", "weight_decay": 0.01},
+    "adamw ahead": {"strategy": "async", "rule": "foresight", "optimizer": "adamw", "weight_decay": 0.01},
+    "rmsprop ahead": {"strategy": "async", "rule": "foresight-fair", "optimizer": "rmsprop", "average": "on"},
     "adam in rounds": {"strategy": "backup:1", "rule": "plain", "optimizer": "adam", "average": "20"},
     "bounded": {"strategy": "bounded:1", "rule": "auto", "schedule": "cosine", "warmup": 0.2},
     "elastic": {"strategy": "async", "rule": "auto", "max_workers": 4},

@@ -49,6 +49,7 @@ def test_the_layouts_of_the_parts_name_every_parameter_where_it_lies(
         ({"pull_codec": "lowrank:2"}, "--pull-codec lowrank:2 looks at all of them at once"),
         ({"clip": 1.0}, "--clip 1"),
         ({"optimizer": "lars", "rule": "plain"}, "lars"),
+        ({"optimizer": "muon"}, "muon needs whole matrices"),
     ],
 )
 def test_what_needs_all_weights_is_refused(values: dict[str, object], word: str) -> None:

@@ -12,7 +12,8 @@ from paceline.core.rules.worker_rows import Scalar, add_scaled, at_least, at_mos
 from paceline.interfaces import Arrival, State
 
 MAX_WEIGHT = 3.0  # of a push under `foresight-fair`
-RAMP = 80.0  # updates over which steps grow, for each update that another worker makes between two of one worker
+PIECE = 1 << 16  # floats that stay in the cache of a CPU
+RAMP = 40.0  # updates over which steps grow, for each update that another worker makes between two of one worker
 
 
 class StepForesight(StatelessHooks):
@@ -21,11 +22,13 @@ class StepForesight(StatelessHooks):
     d is the step just made, m_i = 1.5 (tau_i - 1), with tau_i the updates between two arrivals of worker i, as in the
     foresight rules. Every decay beta of the optimizer is beta^(1/n) per update, n = max_j tau_j. As moments then hardly
     change until the push arrives, the next steps are about the last one, whatever makes it: a preconditioner, an
-    orthogonal matrix. Steps grow over the first 40 (n - 1) updates: they do not shrink with the gradient, and stale
-    ones overshoot as long as all coordinates move together. One worker equals the optimizer alone.
+    orthogonal matrix. Steps that do not shrink with the gradient overshoot if they are stale. So they grow over the
+    first 40 (n - 1) updates, in which all coordinates move together; and a coordinate that would move up the gradient
+    that came makes only 1/n of its step. One worker equals the optimizer alone.
 
-    With `fair`, a push counts min(tau_i/live, 3) times, as in `foresight-fair`. Paceline's own rule. Touches g, the
-    weights, the weights before, and what a step of the optimizer touches.
+    With `fair`, a push counts min(tau_i/live, 3) times, as in `foresight-fair`, and no step is held back: with skewed
+    labels, pushes oppose each other all the time. Paceline's own rule. Touches g, the weights, the weights before, and
+    what a step of the optimizer touches.
 
     >>> from paceline.core.optimizers import Sgd
     >>> weights, rule, sent = torch.zeros(1), StepForesight(Sgd(), max_workers=2, ramp=0.0), torch.zeros(1)
@@ -44,18 +47,16 @@ class StepForesight(StatelessHooks):
         fair: bool = False,
         horizon: float = HORIZON,
         ramp: float = RAMP,
-        holds_back: bool = True,
+        holds_back: bool | None = None,
     ) -> None:
         self.optimizer, self.max_workers, self.fair = optimizer, max_workers, fair
-        self.horizon, self.ramp, self.holds_back = horizon, ramp, holds_back
-        self._step = self._against = torch.empty(0)
+        self.horizon, self.ramp, self.holds_back = horizon, ramp, not fair if holds_back is None else holds_back
 
     @property
     def name(self) -> str:
         return "foresight-fair" if self.fair else "foresight"
 
     def start(self, weights: Tensor) -> State:
-        self._step, self._against = torch.empty_like(weights), torch.empty_like(weights)
         numbers = torch.zeros((*weights.shape[:-1], self.max_workers + 1), dtype=torch.float64, device=weights.device)
         return {"before": weights.clone(), "numbers": numbers, **self.optimizer.start(weights)}
 
@@ -75,10 +76,13 @@ class StepForesight(StatelessHooks):
             self._hold_back(weights, state["before"], update, 1.0 - 1.0 / longest)
 
     def _hold_back(self, weights: Tensor, before: Tensor, gradient: Tensor, undone: Scalar) -> None:
-        """Undo so much of the step in every coordinate in which it goes up the gradient."""
-        step = torch.sub(weights, before, out=self._step)
-        step.mul_(torch.mul(step, gradient, out=self._against).gt_(0.0))
-        add_scaled(weights, step, -undone)
+        """Undo so much of the step in every coordinate in which it goes up the gradient, piece by piece."""
+        length = weights.shape[-1] if weights.is_cuda else PIECE
+        for start in range(0, weights.shape[-1], length):
+            piece = weights[..., start : start + length]
+            step = piece - before[..., start : start + length]
+            step.mul_((step * gradient[..., start : start + length]).gt_(0.0))
+            add_scaled(piece, step, -undone)
 
     def _measure(self, numbers: Tensor, arrival: Arrival) -> tuple[Scalar, Scalar, Scalar]:
         """Update the worker's interval; return it with the longest of all workers and the number of updates.
