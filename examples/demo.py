@@ -210,7 +210,7 @@ def noise_points(one: Result, other: Result) -> float:
 
 def difference(name: str, run: Result, alone: Result) -> str:
     """One clause: how a run's accuracy differs from that of `classic`, and why."""
-    points, noise = run["test_accuracy"] - alone["test_accuracy"], noise_points(run, alone)
+    points, noise = round(run["test_accuracy"] - alone["test_accuracy"], 1) + 0.0, noise_points(run, alone)
     if abs(points) <= noise:
         accuracy = f"is level with classic ({points:+.1f} points, noise {noise:.1f})"
     else:
@@ -236,7 +236,8 @@ def verdict(results: Mapping[str, Result]) -> str:
     if any(share < 0.9 / others[name]["workers"] for name, share in shares.items()):
         times = "the times say nothing, since they differ by more than the workers explain: the machine was busy"
     else:
-        times = "of the time of classic, once measured, they took " + ", ".join(f"{s:.0%}" for s in shares.values())
+        took = ", ".join(f"{share:.0%}" for share in shares.values())
+        times = f"they took {took} of the training time of classic, measured once"
     return f"Verdict: {'; '.join([*(difference(name, run, alone) for name, run in others.items()), times])}."
 
 

@@ -54,7 +54,7 @@ def test_a_type_checker_refuses_wrong_names_and_types(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"strategi": "async"}, "unknown setting 'strategi': did you mean 'strategy'"),
-        ({"workers": "2"}, "workers = '2' is not of type int"),
+        ({"workers": "2"}, r'workers = "2": write a whole number without quotes, as in 2'),
         ({"build": 3}, "build is int: give the function that returns the task"),
         ({"build": lambda: None}, "make it a function at the top of a module"),
     ],
@@ -72,3 +72,17 @@ def test_a_build_function_with_arguments_is_refused_before_a_process_starts() ->
     with pytest.raises(paceline.UserError, match="build 'needy' needs size, but is called without"):
         importable_name(needy)
     assert sys.modules[__name__].needy is needy
+
+
+@pytest.mark.parametrize("settings", [{"strategy": "asyncx"}, {"strategy": "classic", "target": "loss=3"}])
+def test_the_traceback_of_a_mistake_is_not_that_of_paceline(settings: dict[str, Any]) -> None:
+    with pytest.raises(paceline.UserError) as caught:
+        paceline.train(**settings)
+    assert len(caught.traceback) == 2 and str(caught.traceback[1].path).endswith("api.py")
+
+
+def test_a_run_that_diverges_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kind: dict[str, Any] = {"strategy": "classic", "model": "cnn", "dataset": "fashion-mnist-sample", "threads": 1}
+    result = paceline.train(**kind, lr=1e30, steps=5, runs=tmp_path)
+    assert result["status"] == "diverged"
+    assert f"paceline: {result['reason']}" in " ".join(capsys.readouterr().err.split())

@@ -98,7 +98,7 @@ def test_a_wrong_toml_type_is_a_user_error_that_names_the_key(toml_file: Path, l
     "values", [{"lr": "fast"}, {"workers": 2.5}, {"workers": True}, {"betas": 0.9}, {"delay": 3}, {"name": 3}], ids=str
 )
 def test_a_wrong_type_in_python_is_the_same_user_error(values: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="is not of type") as error:
+    with pytest.raises(UserError, match=r": write (a|text)") as error:
         RunConfig(**values)
     one_line(error)
 
@@ -204,3 +204,16 @@ def test_a_config_cannot_be_changed_by_accident() -> None:
         RunConfig().lr = 1.0  # type: ignore[misc]
     first, second = RunConfig(), RunConfig()
     assert first.betas is not second.betas
+
+
+def test_a_table_of_settings_is_told_where_they_stand(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nlr = 0.1\n")
+    with pytest.raises(UserError, match=r"at the top of the file, without tables: leave out the line \[train\]"):
+        read_toml(file)
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_a_name_that_is_empty_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="is not a folder name"):
+        RunConfig(name=name)

@@ -63,6 +63,8 @@ def test_noise_shrinks_with_the_test_images() -> None:
 
 
 def test_times_that_workers_cannot_explain_are_not_reported() -> None:
-    assert said_of(result(85.0, 1128, seconds=1.2)).endswith("once measured, they took 60%.")
+    assert said_of(result(85.0, 1128, seconds=1.2)).endswith(
+        "they took 60% of the training time of classic, measured once."
+    )
     busy = said_of(result(85.0, 1128, seconds=0.3))
     assert "15%" not in busy and busy.endswith("the machine was busy.")

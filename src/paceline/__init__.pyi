@@ -99,7 +99,8 @@ def train(
     Without `build`, `model` and `dataset` name built-in ones. `settings` are the flags of `paceline train`.
 
     Flags are written with underscores, as in `strategy="async"`, `batch_size=64`; `quiet` shows no progress. A mistake
-    is a `UserError`; a run that diverges or learns nothing returns, with `status` "diverged" or "collapsed".
+    is a `UserError`; a run that diverges or learns nothing returns, with `status` "diverged" or "collapsed", and its
+    `reason` is printed as by the command line.
 
     dataset: fashion-mnist, mnist, cifar10, sst5, imagenet or fashion-mnist-sample
     split: how workers share the data: full, iid, labels or dirichlet:ALPHA

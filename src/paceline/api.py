@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline.analysis.statistics import FAILED
 from paceline.config import FIELDS, SIMULATED_ONLY, RunConfig
-from paceline.errors import UserError, unknown_name
+from paceline.errors import PacelineError, UserError, unknown_name
 from paceline.launch import train as launch
 from paceline.reports.console import Console
 from paceline.settings.imports import require_no_arguments
 from paceline.settings.ranks import rank_here
+from paceline.settings.stopping import why_missed
 from paceline.settings.strategies import in_this_process
 from paceline.tasks.supervised import SupervisedTask
 
@@ -30,8 +32,16 @@ def train(
     Without `build`, `model` and `dataset` name built-in ones. `settings` are the flags of `paceline train`.
 
     Flags are written with underscores, as in `strategy="async"`, `batch_size=64`; `quiet` shows no progress. A mistake
-    is a `UserError`; a run that diverges or learns nothing returns, with `status` "diverged" or "collapsed".
+    is a `UserError`; a run that diverges or learns nothing returns, with `status` "diverged" or "collapsed", and its
+    `reason` is printed as by the command line.
     """
+    try:
+        return _train(build, quiet, settings)
+    except PacelineError as error:
+        raise error.with_traceback(None)  # noqa: B904  # the message says it all; our own frames would bury it
+
+
+def _train(build: Callable[[], SupervisedTask] | str | None, quiet: bool, settings: dict[str, Any]) -> dict[str, Any]:
     for name in settings:
         if name not in FIELDS:
             raise unknown_name("setting", name, FIELDS)
@@ -45,7 +55,11 @@ def train(
     if not in_this_process(config):
         require_main_guard()
     with Console(quiet=quiet) as console:
-        folder, result = launch(config, console, rank_here())
+        folder, result = launch(config, console, rank := rank_here())
+        if result["status"] in FAILED and (rank is None or rank.leads):
+            console.note(f"paceline: {result['reason']}")
+        elif (missed := why_missed(config, result)) is not None:
+            console.note(f"paceline: {missed}")
     return {**result, "folder": str(folder.path)}
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import UserError, unknown_name
+from paceline.errors import UserError, unknown_name, wrong_type
 from paceline.interfaces import MAX_WORKERS
 
 Check = Callable[[str, Any], None]
@@ -30,7 +30,7 @@ def _check(passes: Callable[[Any], bool], must: str) -> Check:
 
 _positive = _check(lambda value: math.isfinite(value) and value > 0, "must be a positive number")
 _not_negative = _check(lambda value: math.isfinite(value) and value >= 0, "must be zero or more")
-_sensible = _check(lambda value: 1e-6 <= value <= 1e9, "must be a number from 0.000001 to 1000000000")
+_sensible = _check(lambda value: 1e-6 <= value <= 1e9, "must be above 0 (from a millionth to a billion)")
 _fraction = _check(lambda value: 0.0 <= value < 1.0, "must be at least 0 and below 1")
 _at_least_one = _check(lambda value: value >= 1, "must be at least 1")
 _seed = _check(lambda value: 0 <= value < 2**63, "must be between 0 and 2^63 - 1")
@@ -48,7 +48,7 @@ def _workers(name: str, value: int) -> None:
 
 
 def _folder_name(name: str, value: str) -> None:
-    if "/" in value or value in (".", ".."):
+    if "/" in value or value.strip() in ("", ".", ".."):
         raise UserError(f"--{name} '{value}' is not a folder name: use letters, digits, dots and dashes")
 
 
@@ -338,7 +338,7 @@ def coerce(spec: dataclasses.Field[Any], value: Any) -> Any:
         return float(value) if wanted == "float" else value
     elif spec.name in ("scale_lr", "average", "train_score") and _is_a("float", value):
         return str(value)
-    raise UserError(f"{spec.name} = {value!r} is not of type {wanted}")
+    raise wrong_type(spec.name, value, wanted)
 
 
 def _is_a(kind: str, value: Any) -> bool:  # True and False are not numbers, nor are ints that no float can hold
@@ -368,6 +368,10 @@ def read_toml(path: Path) -> dict[str, Any]:
                 why = f"has schema {value}, this version reads {SCHEMA}, whose runs have other bits"
                 raise UserError(f"{path} {why}: train again, or use the version that wrote it")
             continue
+        if name not in FIELDS and isinstance(value, dict):
+            raise UserError(
+                f"{path}: settings stand at the top of the file, without tables: leave out the line [{key}]"
+            )
         if name not in FIELDS:
             raise UserError(f"{path}: {unknown_name('setting', key, FIELDS)}")
         try:

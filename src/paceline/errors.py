@@ -20,6 +20,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 MAX_NAMED = 30  # up to this many known names are all listed beside the nearest ones
+OTHER_NAMES = {
+    "learning_rate": "lr",
+    "batch": "batch_size",
+    "bs": "batch_size",
+    "num_epochs": "epochs",
+    "max_epochs": "epochs",
+    "max_steps": "steps",
+    "num_workers": "workers",
+    "nproc": "workers",
+    "nproc_per_node": "workers",
+    "world_size": "workers",
+    "wd": "weight_decay",
+    "clip_grad_norm": "clip",
+    "output_dir": "runs",
+    "gpu": "cuda",
+}
+"""What other programs call our settings, and their values: such a name is offered first."""
 
 SERVER_GONE = "the server of this run is gone"
 """What a worker says whose connection to the server has ended."""
@@ -101,13 +118,52 @@ def unknown_name(kind: str, asked: str, known: Iterable[str]) -> UserError:
     >>> print(unknown_name("model", "lenet", ["lenet5", "cnn"]))
     unknown model 'lenet': did you mean 'lenet5'? Known: cnn, lenet5
     """
+    names = sorted(known)
+    near = nearest_names(asked, names)
+    if not near:
+        return UserError(f"unknown {kind} '{asked}', known are: {', '.join(names)}")
+    offer = "did you mean " + " or ".join(f"'{name}'" for name in near) + "?"
+    return UserError(f"unknown {kind} '{asked}': {offer}{_all_of(names)}")
+
+
+def _all_of(names: list[str]) -> str:
+    return f" Known: {', '.join(names)}" if len(names) <= MAX_NAMED else ""
+
+
+KINDS_IN_WORDS = {
+    "bool": "true or false",
+    "int": "a whole number without quotes, as in 2",
+    "float": "a number without quotes, as in 0.5",
+    "str": 'text in quotes, as in "text"',
+    "list[str]": 'a list of texts, as in ["text"]',
+    "list[float]": "a list of numbers, as in [0.9, 0.999]",
+}
+"""What to write as the value of a setting, by its type."""
+
+
+def wrong_type(name: str, value: object, kind: str) -> UserError:
+    """The error for the value of a setting that is of another type.
+
+    >>> print(wrong_type("workers", "2", "int"))
+    workers = "2": write a whole number without quotes, as in 2
+    """
+    shown = f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else repr(value)
+    return UserError(f"{name} = {shown}: write {KINDS_IN_WORDS[kind]}")
+
+
+def nearest_names(asked: str, known: Iterable[str], most: int = 3) -> list[str]:
+    """The known names that an unknown one may stand for: what other programs call it, else names spelled alike.
+
+    >>> nearest_names("learning_rate", ["aggregate", "lr"]), nearest_names("--momentun", ["--momentum", "--lr"])
+    (['lr'], ['--momentum'])
+    """
     import difflib  # the overview of the command line does without it
 
-    names = sorted(known)
-    near = difflib.get_close_matches(asked, names, n=3, cutoff=0.5)
-    offer = "did you mean " + " or ".join(f"'{name}'" for name in near) + "?" if near else ""
-    known_ones = f"Known: {', '.join(names)}" if not near or len(names) <= MAX_NAMED else ""
-    return UserError(f"unknown {kind} '{asked}': {' '.join(filter(None, (offer, known_ones)))}")
+    names = list(known)
+    dashes = "--" if asked.startswith("--") else ""
+    meant = OTHER_NAMES.get(asked.removeprefix("--").replace("-", "_"), "")
+    meant = dashes + (meant.replace("_", "-") if dashes else meant)
+    return [meant] if meant in names else difflib.get_close_matches(asked, names, n=most, cutoff=0.5)
 
 
 def mismatched_keys(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:

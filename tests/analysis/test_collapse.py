@@ -119,7 +119,7 @@ def test_a_run_at_a_far_too_high_lr_collapses_and_says_so_everywhere(
     assert result["status"] == "collapsed" and result["train_accuracy"] < 12.0
     line = next(line for line in said.err.splitlines() if line.startswith("paceline: training collapsed"))
     assert result["reason"] in " ".join(said.err.split()) and line
-    assert f"--lr {TOO_HIGH / 2:g} (now {TOO_HIGH:g}), --warmup 0.05 or fewer --workers (now 4," in result["reason"]
+    assert f"--lr {TOO_HIGH / 10:g} (now {TOO_HIGH:g}), --warmup 0.05 or fewer --workers (now 4," in result["reason"]
     for verb in (["list", "runs"], ["compare", "runs/high"], ["status", "runs/high"]):
         main(verb)
         assert "collapsed" in capsys.readouterr().out, verb
@@ -181,7 +181,7 @@ def test_a_task_that_is_hard_unbalanced_overfitted_or_no_classification_is_not_a
         assert result["train_accuracy"] < 99.0, "hardly better than never predicting the rare class"
 
 
-@pytest.mark.parametrize("settings", [{"epochs": 0.9}, {"score": "none"}, {"steps": 15, "batch_size": 240}])
+@pytest.mark.parametrize("settings", [{"epochs": 0.9, "lr": 1e-9}, {"score": "none"}, {"steps": 15, "batch_size": 240}])
 def test_what_is_too_short_or_not_scored_is_not_judged(settings: dict[str, Any], small_sample: None) -> None:
     assert run(**{**SMALL, "workers": 1, "lr": TOO_HIGH, **settings})["status"] == "finished"
 
@@ -190,3 +190,32 @@ def test_a_course_knows_its_lowest_and_its_last_level() -> None:
     assert LossCourse.of([]) is None and LossCourse.of([float("nan")]) is None
     course = LossCourse.of([2.0, float("nan"), 1.0])
     assert course is not None and (course.lowest, course.last) == (1.0, 1.0)
+
+
+def test_a_loss_that_rose_far_above_the_first_one_has_exploded_and_one_that_comes_from_above_has_not() -> None:
+    exploded, from_above = LossCourse.of([2.3, 8e12, 70.0]), LossCourse.of([70.0, 9.0, 2.4])
+    assert exploded is not None and exploded.has_exploded(2.3)
+    assert from_above is not None and not from_above.has_exploded(2.3)
+
+
+def test_a_sync_run_that_exploded_is_told_to_lower_its_lr(small_sample: None) -> None:
+    reason = run(**{**SMALL, "strategy": "sync", "workers": 2, "lr": 50.0, "epochs": 4.0})["reason"]
+    assert "The training loss rose from 2.2" in reason and "try --lr 0.005 (the default, now 50)" in reason
+
+
+def test_an_explosion_shorter_than_a_window_is_seen() -> None:
+    """With local steps the first loss is a mean over steps too, and the explosion is over within the first window."""
+    course = LossCourse.of([4.4, 2.4, 3.5, 2.8, 18.9, 41.2, 5.9, 5.5, *[2.8, 2.6] * 150])
+    assert course is not None and course.has_exploded(2.3)
+
+
+def test_one_hard_batch_is_no_explosion() -> None:
+    course = LossCourse.of([2.3, 2.4, 15.0, 2.2, 2.1])
+    assert course is not None and not course.has_exploded(2.3)
+
+
+@pytest.mark.parametrize("strategy", long_but(["sync"], ["classic", "sync", "allreduce", "local:4", "diloco:4"]))
+def test_a_run_that_exploded_is_judged_before_its_first_epoch_ends(strategy: str, small_sample: None) -> None:
+    workers = 1 if strategy == "classic" else 2
+    result = run(**{**SMALL, "strategy": strategy, "workers": workers, "lr": 5.0, "epochs": 0.8})
+    assert result["status"] in ("collapsed", "diverged") and "--lr 0.005 (the default, now 5)" in result["reason"]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline.analysis.status import read_status
 from paceline.analysis.stragglers import stragglers
 from paceline.cli.main import main
+from paceline.config import RunConfig
 from paceline.core.messages import Drain
+from paceline.core.server import Divergence
 from paceline.data.datasets import DATASETS
 from paceline.runs.result import why_diverged
 from paceline.runtimes.server.admission import WorkerHost, WorkerHosts
 from paceline.settings.fault_table import Fault, faults_toml
+from paceline.settings.stopping import why_missed
 from paceline.settings.strategies import STRATEGIES
 from tests.support.recorded_runs import RecordedRun, small_config
 
@@ -66,6 +71,34 @@ def test_staleness_is_a_cause_of_a_divergence_only_if_pushes_can_be_stale(name: 
         with_run.host.close()
     assert ("stale" in why.lower()) == (name in ("async", "bounded", "async-local"))
     assert "--lr 0.025 (now 0.1)" in why
+
+
+def why_of(folder: Path, pushes: int, is_update_finite: bool, **settings: Any) -> str:
+    """What is said of an async run that diverged after so many pushes of worker 0."""
+    run = RecordedRun(small_config(folder, strategy="async", workers=2, **settings))
+    run.join_all()
+    for _ in range(pushes):
+        run.push(0)
+    run.server.divergence = Divergence(1, pushes, math.inf, is_update_finite)
+    run.close()
+    return why_diverged(run.config, run.server)
+
+
+def test_a_nan_before_the_first_step_is_not_blamed_on_the_lr(tmp_path: Path) -> None:
+    why = why_of(tmp_path, pushes=0, is_update_finite=False)
+    assert "at update 0" in why and "No step was made yet" in why and "the inputs" in why and "--lr" not in why
+
+
+def test_a_loss_that_is_no_number_is_blamed_on_the_loss_function_only_if_it_is_the_users(tmp_path: Path) -> None:
+    ours = why_of(tmp_path / "ours", pushes=3, is_update_finite=True)
+    assert "check the loss function" not in ours and "try --lr 0.025 (now 0.1)" in ours
+    users = why_of(tmp_path / "users", pushes=3, is_update_finite=True, task="task.py:build")
+    assert "check the loss function" in users
+
+
+def test_an_lr_far_above_the_default_is_not_lowered_step_by_step(tmp_path: Path) -> None:
+    why = why_of(tmp_path, pushes=3, is_update_finite=False, lr=1e6)
+    assert "try --lr 0.005 (the default, now 1e+06)" in why
 
 
 def test_the_reason_of_a_failed_run_is_said_once(capsys: Said) -> None:
@@ -138,3 +171,46 @@ def test_a_strategy_without_its_number_is_told_that_it_needs_one(capsys: Said) -
     assert "write sync, without a number" in capsys.readouterr().err
     assert main(["train", "--strategy", "classic", "--path", "ring"]) == 2
     assert "needs a server" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "-n", "2", "--workers", "3", "x.py"], "-n and --workers are one setting, given as 2 and 3"),
+        (["plan", "--link", "foo"], "--link 'foo'"),
+        (["plan", "--server-time", "2 parsecs"], "'2 parsecs'"),
+        (["train", "--eval-every", "1", "--target", "acc>90"], "as in --target 'accuracy>=VALUE'"),
+        (["train", "--eval-every", "1", "--target", "accuracy=90"], "did you mean 'accuracy>=90'?"),
+        (["train", "--device", "gpu"], "unknown device 'gpu': did you mean 'cuda'?"),
+        (["train", "--rule", "xyzzy"], "unknown rule 'xyzzy', known are: ahead,"),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_is_measured_or_read(words: list[str], said: str, capsys: Said) -> None:
+    assert main(words) == 2
+    found = capsys.readouterr()
+    assert said in found.err and "probing" not in found.err and "built-in sample" not in found.err
+
+
+@pytest.mark.parametrize(
+    ("target", "result", "said"),
+    [
+        ("loss<=0.2", {"metrics": {"loss": 0.31}}, "target loss <= 0.2 was not reached: at the end it was 0.31"),
+        ("los<=0.2", {"metrics": {"loss": 0.1, "acc": 90.0}}, "no worker reported los: reported were acc, loss"),
+        ("los<=0.2", {}, "no worker reported los: session.report(...) does that"),
+        ("loss<=0.2", {"metrics": {"loss": 0.1}}, None),
+        ("loss<=0.2", {"reason": "target loss <= 0.2 reached"}, None),
+        ("loss<=0.2", {"status": "stopped"}, None),
+        (None, {}, None),
+    ],
+)
+def test_a_target_that_a_loop_missed_is_said(target: str | None, result: dict[str, Any], said: str | None) -> None:
+    ended = {"status": "finished", "reason": None, **result}
+    found = why_missed(RunConfig(task="script:loop.py", target=target), ended)
+    assert found is None if said is None else said in (found or "")
+
+
+def test_a_target_that_an_evaluation_missed_is_said(capsys: Said) -> None:
+    evaluated = ["--eval-every", "0.05", "--target", "accuracy>99.9"]
+    assert main([*TRAIN, "--epochs", "0.1", *evaluated]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "paceline: target accuracy 99.9 % was not reached: at the end it was" in said

@@ -22,7 +22,10 @@ HERE = Path(__file__).parent
 FILE = HERE / "mistakes.txt"
 PROGRAMS = HERE / "programs"
 SECONDS = 120
+HARMLESS = ("one-ends", "one-breaks", "no-finish")
+"""Ways to leave a loop that end the run well; that one worker left before the others is said."""
 SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "COLUMNS": "100", "CUDA_VISIBLE_DEVICES": ""}
+PROGRESS = re.compile(r" *\d+ %  update \d")
 Mistake = tuple[str, str]  # a command and the answer to it
 
 
@@ -66,7 +69,7 @@ def answer_to(command: str, folder: Path) -> str:
 
 
 def _answer(said: str, code: int, folder: Path) -> str:
-    lines = [_without_chance(line, folder) for line in said.splitlines() if line.strip()]
+    lines = [_without_chance(line, folder) for line in said.splitlines() if line.strip() and not PROGRESS.match(line)]
     left = sorted(path.name for path in (folder / "runs").glob("*"))
     return "\n".join([*lines, f"exit code {code}", *(f"left: runs/{_without_chance(name, folder)}" for name in left)])
 
@@ -76,7 +79,14 @@ def _without_chance(line: str, folder: Path) -> str:
     line = line.replace(f"{folder.resolve()}/", "").replace(f"{folder}/", "").rstrip()
     line = re.sub(r'File ".*/site-packages/', 'File ".../', line)
     line = re.sub(r"\d{8}-\d{6}", "DATE", line)
-    return re.sub(r"process \d+", "process N", line)
+    line = re.sub(r"(shown once: )\S+", r"\1TOKEN", line)
+    line = re.sub(r"sha256:[0-9a-f]{64}", "sha256:DIGEST", line)
+    line = re.sub(r"\b(process|update) \d+\b", r"\1 N", line)
+    if any(words in line for words in ("other worker", "before session.prepare", "suspicious")):  # whichever was first
+        line = re.sub(r"\bworker \d+", "worker N", line)
+    if "collapsed" in line or "suspicious" in line:  # rounding differs between processors, and an explosion shows it
+        line = re.sub(r"\d+\.\d+(e\+\d+)?", "X", line)
+    return line
 
 
 def name_of(value: str) -> str:
@@ -103,8 +113,8 @@ def test_a_mistake_of_a_started_run_gets_its_answer(command: str, answer: str, t
 
 def test_no_answer_is_a_traceback_of_paceline_and_none_pretends_success() -> None:
     for command, answer in MISTAKES:
-        assert "paceline/" not in answer.replace("examples/", ""), command
-        assert not answer.endswith("exit code 0"), command
+        assert "/paceline/" not in answer, command
+        assert "exit code 0" not in answer or command.endswith(HARMLESS), command
 
 
 def test_every_program_is_a_mistake_of_the_file() -> None:

@@ -15,7 +15,7 @@ from paceline.core.server import Server
 from paceline.interfaces import Scores
 from paceline.runs.arrival_log import scan_log
 from paceline.runs.folder import TIME_IS_UP
-from paceline.runs.result import staleness_summary
+from paceline.runs.result import lower_lr, staleness_summary
 from paceline.settings.strategies import strategy_of
 
 COLLAPSED = "collapsed"
@@ -29,6 +29,10 @@ ONE_CLASS = 1.0
 """Percent of a class that may be predicted otherwise if nearly all predictions are one class."""
 ABOVE = 0.05
 """Part of the constant loss by which a loss is clearly above it."""
+EXPLODED = 3.0
+"""A mean training loss so many times that of the initial weights, or the constant one, comes from steps too long."""
+PEAK_PUSHES = 3
+"""Pushes over which an explosion is a mean: it may pass within a window, and one batch alone may be a hard one."""
 MIN_STEPS = 20
 """Optimizer steps, local ones counted, before a run is judged: with large batches an epoch may have fewer."""
 MAX_WINDOWS = 50
@@ -42,13 +46,15 @@ class LossCourse:
     last: float
     noise: float  # standard error of a window's mean, from the differences of consecutive losses
     falls: bool = False  # whether the last third is below the first, by more than noise
+    first: float = math.nan  # that of the first push, by the initial weights
+    highest: float = math.nan  # mean of consecutive pushes, fewer than a window has
 
     @staticmethod
     def of(losses: Sequence[float]) -> LossCourse | None:
         """Return the course of these losses; None if there are none that are finite.
 
         >>> LossCourse.of([2.0, 2.0] * 50 + [1.0, 1.0] * 50)
-        LossCourse(lowest=1.0, last=1.0, noise=0.025, falls=True)
+        LossCourse(lowest=1.0, last=1.0, noise=0.025, falls=True, first=2.0, highest=2.0)
         """
         found = [loss for loss in losses if math.isfinite(loss)]
         if not found:
@@ -59,7 +65,14 @@ class LossCourse:
         noise = math.sqrt(squares / (2 * len(found) * width))
         third = max(1, len(means) // 3)
         drop = statistics.fmean(means[:third]) - statistics.fmean(means[-third:])
-        return LossCourse(min(means), means[-1], noise, drop > STANDARD_ERRORS * noise * math.sqrt(2 / third))
+        falls = drop > STANDARD_ERRORS * noise * math.sqrt(2 / third)
+        few = min(PEAK_PUSHES, len(found))
+        highest = max(statistics.fmean(found[at : at + few]) for at in range(len(found) - few + 1))
+        return LossCourse(min(means), means[-1], noise, falls, found[0], highest)
+
+    def has_exploded(self, constant: float) -> bool:
+        """Whether the loss rose far above both that of the initial weights and the constant one."""
+        return self.highest > EXPLODED * max(self.first, abs(constant))
 
 
 def logged_losses(path: Path, config: RunConfig) -> list[float]:
@@ -81,11 +94,11 @@ def why_collapsed(
     accuracy is within noise of that of the most frequent class, or its training loss never left the constant one.
     Without scores of the train data, the training loss must also have ended there: on other data, overfitted weights
     score the same. Runs of less than an epoch or of a few steps are not judged, nor those that were stopped, or that
-    reached their target, nor those whose training loss still falls towards the constant one from above.
+    reached their target, nor those whose training loss still falls towards the constant one from above. A run
+    whose loss exploded needs no epoch to be judged.
     """
     steps = server.version * (server.inside.steps if server.inside is not None else 1)
-    is_short = server.samples < server.budget.epoch_samples or steps < MIN_STEPS
-    if is_short or stop_reason not in (None, TIME_IS_UP):
+    if steps < MIN_STEPS or stop_reason not in (None, TIME_IS_UP):
         return None
     part = next((part for part in ("train", "validation", "test") if scores.get(part) is not None), None)
     found = scores[part] if part is not None else None
@@ -97,7 +110,10 @@ def why_collapsed(
     course, left = LossCourse.of(losses()), constant - (1.0 - LEFT_CHANCE) * abs(constant)
     never_left = course is not None and not course.lowest < left
     is_above = found.loss > constant + ABOVE * abs(constant)
-    if course is not None and never_left and course.falls and is_above:
+    has_exploded = course is not None and course.has_exploded(constant)
+    if server.samples < server.budget.epoch_samples and not has_exploded:
+        return None
+    if course is not None and never_left and course.falls and is_above and not has_exploded:
         return None  # it comes down from above, as with few samples of a class or a low lr, and has not arrived yet
     share = found.constant_correct / found.total
     noise = STANDARD_ERRORS * math.sqrt(share * (1.0 - share) / found.total)
@@ -110,8 +126,8 @@ def why_collapsed(
         f"data with a loss of {found.loss:.4f}; always predicting the class frequencies scores {100 * share:.2f} % "
         f"with {constant:.4f}"
     )
-    raises = never_left and (is_above or not is_constant)
-    return f"{what}. {_course(course, constant)}{_advice(config, server, raises)}"
+    factor = 0.1 if has_exploded else 10.0 if never_left and (is_above or not is_constant) else 0.5
+    return f"{what}. {_course(course, constant)}{_advice(config, server, factor)}"
 
 
 def _is_one_class(per_class: Sequence[float | None]) -> bool:
@@ -128,6 +144,8 @@ def _course(course: LossCourse | None, constant: float) -> str:
     if course is None:
         return ""
     left = constant - max((1.0 - LEFT_CHANCE) * abs(constant), STANDARD_ERRORS * course.noise)
+    if course.has_exploded(constant):
+        return f"The training loss rose from {course.first:.4g} to {course.highest:.4g}: "
     if not course.lowest < left:
         return "The training loss never left that level: "
     if course.last < left:
@@ -136,12 +154,12 @@ def _course(course: LossCourse | None, constant: float) -> str:
     return f"The training loss had fallen to {course.lowest:.4f} and came back: "
 
 
-def _advice(config: RunConfig, server: Server, raises: bool) -> str:
-    """What to change: `raises` the learning rate if the weights hardly moved, else lowers it."""
+def _advice(config: RunConfig, server: Server, factor: float) -> str:
+    """What to change: the learning rate by `factor`, and what else helps in that direction."""
     lr = config.lr or 0.0
-    if raises:
-        return f"try --lr {10 * lr:g} (now {lr:g}) or more --epochs"
-    ways = [f"--lr {lr / 2:g} (now {lr:g})"]
+    if factor > 1.0:
+        return f"try --lr {factor * lr:g} (now {lr:g}) or more --epochs"
+    ways = [lower_lr(config, factor)]
     if not config.warmup:
         ways.append("--warmup 0.05")
     if strategy_of(config).is_stale and server.num_workers > 1:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
+import re
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +18,7 @@ from torch import Tensor
 from paceline.assembly.core import make_model
 from paceline.config import RunConfig
 from paceline.data.datasets import Dataset
-from paceline.errors import UserError
+from paceline.errors import UserError, unknown_name
 from paceline.randomness import mix64
 from paceline.settings.imports import make_own
 from paceline.settings.preprocessing import PADDING, ways_of
@@ -88,11 +90,23 @@ def _plain_task(config: RunConfig, dataset: Dataset | None) -> SupervisedTask:
 
 def load_task(text: str) -> SupervisedTask:
     """Call MODULE:FUNCTION or FILE.py:FUNCTION, which must return a `paceline.Task`."""
-    task = make_own("task", text)
+    try:
+        task = make_own("task", text)
+    except UserError as error:
+        raise _of_task_call(error, text) from error.__cause__
     if not isinstance(task, SupervisedTask):
         name = text.rpartition(":")[2]
         raise UserError(f"task '{text}': {name}() returned {type(task).__name__}, not a paceline.Task")
     return task
+
+
+def _of_task_call(error: UserError, text: str) -> UserError:
+    """The error of a task that cannot be built; one of the call of `paceline.Task` names it as the user writes it."""
+    call = "SupervisedTask.__init__()"
+    if found := re.match(rf"{re.escape(call)} got an unexpected keyword argument '(\w+)'", str(error.__cause__)):
+        wrong = unknown_name("argument of paceline.Task", found[1], inspect.signature(SupervisedTask).parameters)
+        return UserError(f"task '{text}': {wrong}")
+    return UserError(str(error).replace(call, "paceline.Task(...)"))
 
 
 def identity_of(task: SupervisedTask) -> dict[str, Any]:

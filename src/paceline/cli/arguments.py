@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline.config import FIELDS, RunConfig, is_url, read_toml
-from paceline.errors import UserError, unknown_name
+from paceline.errors import UserError, nearest_names, unknown_name
 from paceline.reports.console import Console
 from paceline.system.terminal import UNLIMITED_WIDTH, fold_help, terminal_width
 
@@ -133,10 +133,8 @@ class Parser(argparse.ArgumentParser):
     def _did_you_mean(self, unknown: str) -> str:
         if not unknown.startswith("-"):
             return f"unexpected argument '{unknown}'; see '{self.prog} --help'"
-        import difflib
-
         flag = unknown.partition("=")[0]
-        near = difflib.get_close_matches(flag, self._flags(), n=2, cutoff=0.5)
+        near = nearest_names(flag, self._flags(), most=2)
         offer = f"did you mean {' or '.join(near)}? " if near else ""
         return f"unknown flag '{flag}': {offer}see '{self.prog} --help'"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.analysis.statistics import FAILED
 from paceline.reports.console import closing_lines
+from paceline.settings.stopping import why_missed
 from paceline.system.strict_json import to_json
 from paceline.system.terminal import fold_for
 
@@ -24,6 +25,8 @@ def show(folder: Any, result: dict[str, Any], as_json: bool) -> int:
     print(fold_for(stream, lines), file=stream)
     if as_json:
         print(to_json(result, indent=2))
+    if (missed := why_missed(folder.config(), result)) is not None:
+        print(fold_for(sys.stderr, [f"paceline: {missed}"]), file=sys.stderr)
     if result["status"] in FAILED:
         print(fold_for(sys.stderr, [f"paceline: {result['reason']}"]), file=sys.stderr)
     if result["status"] == "stopped":

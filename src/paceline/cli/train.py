@@ -138,9 +138,19 @@ RUN_DESCRIPTION = """Run a training script on several workers. The script calls 
   paceline run -n 4 --engine ray train.py                   on a Ray cluster"""
 
 
+class _Once(argparse.Action):
+    """A flag with two names, which may not be given two values."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any) -> None:
+        earlier = getattr(namespace, self.dest)
+        if earlier not in (None, value):
+            raise UserError(f"{' and '.join(self.option_strings)} are one setting, given as {earlier} and {value}")
+        setattr(namespace, self.dest, value)
+
+
 def run_verb(arguments: list[str]) -> int:
     parser = Parser("run", RUN_DESCRIPTION, "paceline run [-n N] [flags] SCRIPT.py [arguments of the script]")
-    parser.add("-n/--workers", "number of workers [2]", type=int)
+    parser.add("-n/--workers", "number of workers [2]", type=int, action=_Once)
     add_settings(parser, left_out=SCRIPT_DECIDES)
     _add_engines(parser)
     parser.add("--json", "print result.json on standard output at the end", action="store_true")

@@ -17,10 +17,14 @@ from paceline.core.server import Server
 from paceline.interfaces import Layout, Scores
 from paceline.runs.durable_files import write_atomically
 from paceline.runs.folder import LOOPS_ENDED, ONE_ENDED, TIME_IS_UP, RunFolder
+from paceline.settings.resolve import OPTIMIZERS
 from paceline.settings.rules import average_horizon, average_in_words
 from paceline.settings.strategies import moves_bytes, strategy_of
 from paceline.system.environment import environment
 from paceline.system.sealed_weights import seal_weights
+
+FAR_ABOVE = 100.0
+"""So many times its optimizer's default, a learning rate is no longer lowered step by step."""
 
 
 def weights_sha256(tensors: dict[str, Tensor]) -> str:
@@ -219,17 +223,33 @@ def why_diverged(config: RunConfig, server: Server) -> str:
     head += f" ({server.samples} samples)"
     if found is not None and found.is_update_finite:
         what = f"the loss of worker {found.worker} was a NaN or infinity, though its push was finite"
-        cause = "check the loss function (a logarithm of zero, a division)"
-        return f"{head}: {what}: {cause}, or try --lr {(config.lr or 0) / 4:g} (now {config.lr:g})"
-    if found is not None:
+    elif found is not None:
         loss = "not finite" if math.isinf(found.loss) else "not told" if math.isnan(found.loss) else f"{found.loss:g}"
         what = f"worker {found.worker} sent a push with a NaN or infinity (its loss was {loss})"
+    if found is not None and not server.version and server.inside is None:
+        where = "the inputs, the model's first weights or the loss function"
+        return f"{head}: {what}. No step was made yet, so look for a NaN or infinity in {where}"
+    if found is not None and found.is_update_finite and config.task is not None:
+        cause = "check the loss function (a logarithm of zero, a division)"
+        return f"{head}: {what}: {cause}, or try {lower_lr(config, 0.25)}"
     is_stale = strategy_of(config).is_stale and server.num_workers > 1
     cause = " Stale pushes act as extra momentum, so" if is_stale else " The likely cause is too long a step:"
     lower = f" lower --momentum (now {config.momentum:g})," if config.optimizer == "sgd" and config.momentum else ""
-    advice = f"{cause} try --lr {(config.lr or 0) / 4:g} (now {config.lr:g}),{lower} --clip 1 or --warmup 0.05"
+    advice = f"{cause} try {lower_lr(config, 0.25)},{lower} --clip 1 or --warmup 0.05"
     if config.rule == "plain" and is_stale:
         advice += "; or --rule auto, which allows for staleness"
     if config.outer_lr is not None:
         advice += f"; or --outer-lr {config.outer_lr / 2:g} (now {config.outer_lr:g})"
     return f"{head}: {what}.{advice}"
+
+
+def lower_lr(config: RunConfig, factor: float) -> str:
+    """The flag of a lower learning rate: `factor` times this one; the optimizer's default if that is still far above.
+
+    >>> lower_lr(RunConfig(lr=0.1), 0.25), lower_lr(RunConfig(lr=1e6), 0.25)
+    ('--lr 0.025 (now 0.1)', '--lr 0.005 (the default, now 1e+06)')
+    """
+    lr, default = config.lr or 0.0, OPTIMIZERS.get(config.optimizer, math.inf)
+    if lr > FAR_ABOVE * default:
+        return f"--lr {default:g} (the default, now {lr:g})"
+    return f"--lr {factor * lr:g} (now {lr:g})"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
-from paceline.config import RunConfig
-from paceline.errors import UserError
+from paceline.config import RunConfig, is_script
+from paceline.errors import UserError, nearest_names
 
+BUILT_IN_METRICS = ("loss", "accuracy")
+"""What built-in models are scored by."""
 _GOAL = re.compile(r"\s*([A-Za-z_]\w*)\s*(<=|>=|=<|=>|<|>)\s*(\S+)\s*")
 
 
@@ -76,8 +79,24 @@ def parse_goal(text: str) -> StoppingGoal:
     except ValueError:
         value = math.nan
     if found is None or not math.isfinite(value):
-        raise UserError(f"--target '{text}': write METRIC<=VALUE or METRIC>=VALUE in quotes, as in 'mae<=0.2'")
+        raise UserError(f"--target '{text}': {_form(text)}")
     return StoppingGoal(found[1], "<" in found[2], value)
+
+
+def _form(text: str) -> str:
+    """How to write a goal; of one with a lone `=`, the way that its metric makes likely.
+
+    >>> _form("accuracy=90"), _form("loss == .2")
+    ("did you mean 'accuracy>=90'?", "did you mean 'loss<=.2'?")
+    """
+    metric, equals, value = (part.strip() for part in text.replace("==", "=").partition("="))
+    if equals and metric.isidentifier() and re.fullmatch(r"[\d.]+", value):
+        return f"did you mean '{metric}{_direction(metric)}{value}'?"
+    return "write METRIC<=VALUE or METRIC>=VALUE in quotes, as in 'mae<=0.2'"
+
+
+def _direction(metric: str) -> str:
+    return ">=" if is_lower_better(metric) is False else "<="
 
 
 @cache
@@ -122,6 +141,28 @@ def check_goals(config: RunConfig, in_script: bool) -> None:
     for flag, value in asked.items():
         if value is not None and config.eval_every is None and not in_script:
             raise UserError(f"--{flag} is checked at evaluations only: add --eval-every, as in --eval-every 1")
+    if config.task is None:
+        require_measured(config, BUILT_IN_METRICS, has_test=True)
+
+
+def why_missed(config: RunConfig, result: Mapping[str, Any]) -> str | None:
+    """Say that a finished run did not reach its target, and what the metric was; None if it did or has none."""
+    goal = goal_of(config)
+    if goal is None or result["status"] != "finished" or result["reason"] == goal.reason:
+        return None
+    asked = goal.reason.removesuffix(" reached")
+    if is_script(config):
+        reported = result.get("metrics") or {}
+        if goal.metric not in reported:
+            found = f"reported were {', '.join(sorted(reported))}" if reported else "session.report(...) does that"
+            return f"{asked} was never checked, as no worker reported {goal.metric}: {found}"
+        last = reported[goal.metric]
+    else:
+        part = chosen_part(config)
+        last = (result.get(f"{part}_metrics") or {}).get(goal.metric, result.get(f"{part}_{goal.metric}"))
+    if goal.is_met(last):
+        return None
+    return f"{asked} was not reached" + (f": at the end it was {last:.4g}" if last is not None else "")
 
 
 def require_measured(config: RunConfig, known: Iterable[str], has_test: bool) -> None:
@@ -141,5 +182,8 @@ def _require(asked: str, metric: str, known: tuple[str, ...], has_test: bool) ->
         raise UserError(f"{asked}: {what}; give it test=(inputs, targets), or hold out --validation 0.1")
     if metric not in known:
         why = ", as its targets are no class numbers" if metric == "accuracy" else ""
-        instead = f"--target '{known[-1]}<=VALUE'" if asked.startswith("--target") else f"--best min:{known[-1]}"
+        meant = next(iter(nearest_names(metric, known)), known[-1])
+        way = _direction(meant)
+        best = f"--best {'max' if way == '>=' else 'min'}:{meant}"
+        instead = f"--target '{meant}{way}VALUE'" if asked.startswith("--target") else best
         raise UserError(f"{asked}: this task has no {metric}{why}; it measures {', '.join(known)}, as in {instead}")

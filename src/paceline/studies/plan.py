@@ -17,6 +17,7 @@ from paceline.reports.tables import Column, fit_table
 from paceline.settings.ranks import rank_here
 from paceline.settings.resolve import resolve
 from paceline.settings.strategies import ASYNC, on_star, strategy_of, worth_comparing
+from paceline.simulation.cluster import cluster_of
 from paceline.simulation.forecast import Forecast, forecast
 from paceline.system.cpu import cores
 from paceline.system.terminal import UNLIMITED_WIDTH, fold
@@ -64,6 +65,7 @@ def make_plan(config: RunConfig, console: Console) -> Plan:
     if config.speeds is not None and ("*" in config.speeds or ("," in config.speeds and ":" not in config.speeds)):
         found = f"--speeds '{config.speeds}': a plan tries several numbers of workers"
         raise UserError(f"{found}; give one speed for all, as in 30ms")
+    cluster_of(RunConfig(link=config.link, server_time=config.server_time), num_parameters=0)  # before the probe
     if config.speeds is not None or config.like is not None:
         return _simulate_all(config, console)
     with tempfile.TemporaryDirectory() as temporary:

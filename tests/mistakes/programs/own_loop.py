@@ -12,7 +12,7 @@ if mistake == "before-join":
 import paceline  # noqa: E402
 
 session = paceline.join()
-data = TensorDataset(torch.rand(256, 2), torch.arange(256) % 2)
+data = TensorDataset(torch.rand(1024, 2), torch.arange(1024) % 2)
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 if mistake != "no-prepare":

@@ -56,6 +56,14 @@ def a_stream() -> paceline.Task:
     return paceline.Task(nn.Linear(2, 2), loss, train=Stream(), test=(x, y))
 
 
+def nan_data() -> paceline.Task:
+    return paceline.Task(nn.Linear(2, 2), loss, train=(x * float("nan"), y), test=(x, y))
+
+
+def misspelt() -> paceline.Task:
+    return paceline.Task(nn.Linear(2, 2), loss, training=(x, y), test=(x, y))
+
+
 def nothing() -> None:
     paceline.Task(nn.Linear(2, 2), loss, train=(x, y), test=(x, y))
 

@@ -23,6 +23,7 @@ def raised_by(path: Path, text: str) -> BaseException:
     return caught.value
 
 
+@pytest.mark.long
 def test_a_traceback_begins_with_the_users_code(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)

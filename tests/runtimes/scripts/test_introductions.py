@@ -218,6 +218,7 @@ def lose_second(served: ServedLoops) -> LoopWorker:
     return first
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("impatient")
 def test_loops_that_have_ended_wait_for_one_that_was_lost_and_comes_back(tmp_path: Path) -> None:
     with ServedLoops(tmp_path, workers=2) as served:
@@ -234,6 +235,7 @@ def test_loops_that_have_ended_wait_for_one_that_was_lost_and_comes_back(tmp_pat
     assert served.error is None and served.result is not None and served.result["updates"] == 3
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("impatient")
 def test_a_worker_that_does_not_come_back_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -126,12 +126,14 @@ def test_autocast_computes_as_in_plain_torch() -> None:
     assert ours.first.weight.dtype == torch.float32
 
 
+@pytest.mark.long
 def test_a_compiled_model_is_trained_as_in_plain_torch() -> None:
     ours, plain, losses = both(lambda: torch.compile(Net(), backend="eager"), plain_loss)
     assert_same(ours, plain)
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.long
 def test_a_model_that_is_compiled_after_prepare_is_trained_too() -> None:
     models = net(), net()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]

@@ -46,7 +46,7 @@ class First:
         self.listener = Listener("127.0.0.1:0", b"token")
         ours, theirs = connected()
         ours.peer = "127.0.0.1:2"
-        self.second = ShardChannel(theirs)
+        self.second, self.sending = ShardChannel(theirs), threading.Lock()
         host, largest = self.run.host, sizes_of(self.run.config, self.run.task, self.run.work)
         self.line = ForegroundChannel(lambda row: self.notes.append(str(row.get("text"))))
         self.shards = ShardPeers(host, [JoinRequest(ours, {"address": "127.0.0.1:1"})])
@@ -71,8 +71,13 @@ class First:
         pause = threading.Event()
         while self.thread.is_alive():
             with contextlib.suppress(ConnectionError):
-                self.second.send({"beat": True})
+                self.send({"beat": True})
             pause.wait(0.02)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send as the second server, from whichever thread."""
+        with self.sending:
+            self.second.send(message)
 
     def close(self) -> None:
         if self.thread.is_alive():
@@ -167,7 +172,7 @@ def test_further_servers_are_not_taken_for_workers(make: Callable[..., First]) -
 @pytest.mark.parametrize("vote", [{"part": [[0], 0, 0]}, {"part": 7}, {"part": [0, 0, 0], "finite": "yes"}])
 def test_a_vote_that_is_none_loses_its_server_in_one_line(make: Callable[..., First], vote: dict[str, Any]) -> None:
     first = make(beats=False)
-    first.second.send(vote)
+    first.send(vote)
     first.thread.join(20)
     assert isinstance(first.error, ServerLost) and "server 1 of floats 64 to 128 at 127.0.0.1:1 is gone" in str(
         first.error
@@ -206,7 +211,7 @@ def test_a_worker_that_another_server_blames_is_expelled(make: Callable[..., Fir
     first = make(beats=True)
     door = TcpClient(first.listener.address, b"token", patience=20)
     door.apply({"version": package_version("paceline")}, beats=False)
-    first.second.send({"part": [0, 0, -1], "wrong": "worker 0 sent \x1b[2J"})
+    first.send({"part": [0, 0, -1], "wrong": "worker 0 sent \x1b[2J"})
     memory = WorkerBuffers.private(BufferSizes(64, first.run.task.state_size))
     with pytest.raises((UserError, UnknownWorker)):
         door.hello(Join(0, 0), memory, facts_of(first))

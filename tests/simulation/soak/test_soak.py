@@ -476,7 +476,7 @@ def test_a_long_soak_tells_how_far_it_is(monkeypatch: Patch) -> None:
     monkeypatch.setattr("paceline.simulation.soak.soak.PROGRESS_SECONDS", 0.0)
     lines: list[str] = []
     soak(3, 0, lines.append)
-    assert len(lines) == 3 and lines[1].startswith("2 of 3 seeds, ") and lines[1].endswith(" s left")
+    assert len(lines) == 3 and lines[1].startswith("2 of 3 seeds, ") and lines[1].endswith("s left")
 
 
 def test_an_interrupted_soak_says_what_it_found_so_far(monkeypatch: Patch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,10 @@ class Picky(nn.Module):
         return torch.as_tensor(self.layer(self.norm(inputs)) + noise)
 
 
+def overflowing() -> nn.Module:
+    return nn.Sequential(linear(), nn.Hardtanh(), nn.Threshold(9.0, float("nan")))
+
+
 CROSS = nn.functional.cross_entropy
 LATE = (X, Y.clone())
 LATE[1][39] = 7  # outside of the first batch
@@ -84,6 +88,25 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
         (X, X[:, 0]),
         "every one with every other: give both the same shape",
     ),
+    "NaN inputs": (
+        linear(),
+        CROSS,
+        (X * float("nan"), Y),
+        r"the train inputs of one batch, float32 \[8, 4\], hold a NaN or infinity",
+    ),
+    "NaN targets": (linear(), nn.functional.l1_loss, (X, X[:, :3] / 0.0), "the train targets of one batch"),
+    "NaN of the model": (overflowing(), CROSS, "model Sequential gives a NaN or infinity for finite train inputs"),
+    "NaN of the loss": (
+        linear(),
+        lambda outputs, targets: outputs.sum() * 0.0 - torch.log(torch.zeros(())),
+        "the loss of finite outputs and train targets is inf: check for a logarithm of zero",
+    ),
+    "dict samples": (
+        nn.Sequential(linear()),
+        CROSS,
+        [{"x": X[row], "y": Y[row]} for row in range(40)],
+        r"keyword arguments of forward\(\): x, y; if one of them is the target, let samples be pairs",
+    ),
     "test target": (linear(), CROSS, (X, Y), LATE, "and test targets int64 .*Target 7"),
     "test shape": (linear(), CROSS, (X, Y), (X[:, :2], Y), r"on the test inputs, float32 \[8, 2\]"),
 }
@@ -96,6 +119,10 @@ def test_a_mistake_is_one_line(name: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         tried(*parts)
     assert "\n" not in str(caught.value)
+
+
+def test_test_data_that_holds_a_nan_can_be_trained_beside() -> None:
+    tried(linear(), CROSS, (X, Y), (X * float("nan"), Y))
 
 
 def test_a_trial_leaves_no_trace() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,7 +61,7 @@ def require_loss(
             outputs = outputs_of(inputs, copy)
         except Exception as error:
             what = f"model {name} cannot compute on the {part} inputs, {describe(inputs)}"
-            raise UserError(f"{what}: {in_a_line(error)}{_hint(inputs)}") from error
+            raise UserError(f"{what}: {in_a_line(error)}{_hint(inputs, targets, error)}") from error
         try:
             value = loss(outputs, targets)
         except Exception as error:
@@ -80,9 +80,28 @@ def require_loss(
             f"the loss of model {name} does not depend on its trained parameters: compute it from the outputs, without "
             "detach(), item() or no_grad()"
         )
+    if part == "train" and not _is_finite(value):
+        raise UserError(_why_not_finite(name, inputs, outputs, targets, float(value.detach())))
 
 
-def _hint(inputs: Structure) -> str:
+def _why_not_finite(name: str, inputs: Structure, outputs: Any, targets: Structure, value: float) -> str:
+    """Say whose fault it is that the loss of the first weights is a NaN or an infinity."""
+    for what, data in (("inputs", inputs), ("targets", targets)):
+        if not _is_finite(data):
+            return f"the train {what} of one batch, {describe(data)}, hold a NaN or infinity: remove or replace those"
+    if not _is_finite(outputs):
+        return f"model {name} gives a NaN or infinity for finite train inputs: check its first weights and operations"
+    return f"the loss of finite outputs and train targets is {value:g}: check for a logarithm of zero or a division"
+
+
+def _is_finite(data: Structure) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors_of(data))
+
+
+def _hint(inputs: Structure, targets: Structure, error: Exception) -> str:
+    if isinstance(inputs, Mapping) and isinstance(error, TypeError) and "keyword argument" in str(error):
+        pairs = "; if one of them is the target, let samples be pairs (input, target)" if targets is None else ""
+        return f"; a dict of inputs becomes keyword arguments of forward(): {', '.join(map(str, inputs))}{pairs}"
     doubles = any(tensor.dtype == torch.float64 for tensor in tensors_of(inputs))
     return "; weights are float32: give inputs.float()" if doubles else ""
 
