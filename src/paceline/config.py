@@ -368,12 +368,9 @@ def read_toml(path: Path) -> dict[str, Any]:
                 why = f"has schema {value}, this version reads {SCHEMA}, whose runs have other bits"
                 raise UserError(f"{path} {why}: train again, or use the version that wrote it")
             continue
-        if name not in FIELDS and isinstance(value, dict):
-            raise UserError(
-                f"{path}: settings stand at the top of the file, without tables: leave out the line [{key}]"
-            )
         if name not in FIELDS:
-            raise UserError(f"{path}: {unknown_name('setting', key, FIELDS)}")
+            tables = f"settings stand at the top of the file, without tables: leave out the line [{key}]"
+            raise UserError(f"{path}: {tables if isinstance(value, dict) else unknown_name('setting', key, FIELDS)}")
         try:
             values[name] = coerce(FIELDS[name], value)
         except UserError as error:
@@ -384,8 +381,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 def to_toml(config: RunConfig, left_out: tuple[str, ...] = ()) -> str:
     """Write the config as TOML, without settings that are None."""
     lines = []
-    for name in FIELDS:
-        value = getattr(config, name)
+    for name, value in to_dict(config).items():
         if value is not None and name not in left_out:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007f")
             lines.append(f"{name} = {text}")  # but for that character, JSON of settings is TOML

@@ -20,6 +20,7 @@ from paceline.settings.fault_table import Fault
 from paceline.settings.features import Feature
 from paceline.settings.ranks import Rank, config_of
 from paceline.settings.resolve import check_names, check_processes, refuse_simulated, resolve
+from paceline.settings.stopping import BUILT_IN_METRICS, require_measured
 from paceline.settings.strategies import in_this_process, on_ring, require_feature
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def train(
     config = resolve(config, launched=rank is not None)
     refuse_simulated(config)
     check_processes(config, launched=rank is not None)
+    if config.task is None:
+        require_measured(config, BUILT_IN_METRICS, has_test=True)  # the task of a user's own is asked once it is built
     faults = _faults(config)
     if config.compile or config.device != "cpu":
         require_device(config)

@@ -176,11 +176,11 @@ def test_a_strategy_without_its_number_is_told_that_it_needs_one(capsys: Said) -
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run", "-n", "2", "--workers", "3", "x.py"], "-n and --workers are one setting, given as 2 and 3"),
+        (["run", "-n", "2", "--workers", "3", "x.py"], "-n 2 and --workers 3 are one setting: leave one out"),
         (["plan", "--link", "foo"], "--link 'foo'"),
         (["plan", "--server-time", "2 parsecs"], "'2 parsecs'"),
         (["train", "--eval-every", "1", "--target", "acc>90"], "as in --target 'accuracy>=VALUE'"),
-        (["train", "--eval-every", "1", "--target", "accuracy=90"], "did you mean 'accuracy>=90'?"),
+        (["train", "--eval-every", "1", "--target", "accuracy=90"], "as in 'accuracy>=90'"),
         (["train", "--device", "gpu"], "unknown device 'gpu': did you mean 'cuda'?"),
         (["train", "--rule", "xyzzy"], "unknown rule 'xyzzy', known are: ahead,"),
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import raise_on_signals
-from paceline.system.signals import handle_signals, leave_signal
+from paceline.system.signals import InterruptCounter, handle_signals, leave_signal, stop_signals
 from tests.support.waiting import until
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
@@ -79,3 +79,17 @@ def test_a_worker_that_does_not_finish_is_interrupted() -> None:
 def test_an_interrupt_does_not_wait() -> None:
     with raise_on_signals(), pytest.raises(KeyboardInterrupt), leave_signal(seconds=60.0):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_a_second_interrupt_counts_only_a_second_after_the_first() -> None:
+    times = iter([5.0, 5.05, 5.9, 6.1])
+    counter = InterruptCounter(lambda: next(times))
+    assert [counter.is_again() for _ in range(4)] == [False, False, False, True]
+
+
+def test_two_interrupts_at_once_ask_a_run_to_stop_once() -> None:
+    rows: list[dict[str, object]] = []
+    with stop_signals(rows.append) as reasons:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert reasons == ["interrupted"] and len(rows) == 1

@@ -138,19 +138,22 @@ RUN_DESCRIPTION = """Run a training script on several workers. The script calls 
   paceline run -n 4 --engine ray train.py                   on a Ray cluster"""
 
 
-class _Once(argparse.Action):
-    """A flag with two names, which may not be given two values."""
+class _OneName(argparse.Action):
+    """A flag with two names, which may not be given two values; under one name, the later value wins."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any) -> None:
+    given: str | None = None
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, value: Any, option: str | None = None) -> None:
         earlier = getattr(namespace, self.dest)
-        if earlier not in (None, value):
-            raise UserError(f"{' and '.join(self.option_strings)} are one setting, given as {earlier} and {value}")
+        if self.given not in (None, option) and earlier != value:
+            raise UserError(f"{self.given} {earlier} and {option} {value} are one setting: leave one out")
+        self.given = option
         setattr(namespace, self.dest, value)
 
 
 def run_verb(arguments: list[str]) -> int:
     parser = Parser("run", RUN_DESCRIPTION, "paceline run [-n N] [flags] SCRIPT.py [arguments of the script]")
-    parser.add("-n/--workers", "number of workers [2]", type=int, action=_Once)
+    parser.add("-n/--workers", "number of workers [2]", type=int, action=_OneName)
     add_settings(parser, left_out=SCRIPT_DECIDES)
     _add_engines(parser)
     parser.add("--json", "print result.json on standard output at the end", action="store_true")

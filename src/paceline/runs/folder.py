@@ -156,6 +156,11 @@ class RunFolder:
             return str(error)
         return f"'paceline {verb} {self.path}' continues from there"
 
+    def stopped_hint(self, result: dict[str, Any] | None) -> str:
+        """Return where a mistake in the user's code has stopped the run, and how it goes on."""
+        where = f" at update {result['updates']}" if result is not None else ""
+        return f"the run stopped{where}; once the code is mended, {self.resume_hint(self.config())}"
+
     def served(self) -> dict[str, Any]:
         """Return how the run was last served; empty if it never was."""
         try:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from paceline.config import SCHEMA, RunConfig, to_dict
+from paceline.config import SCHEMA, RunConfig, is_script, to_dict
 from paceline.core.server import Server
 from paceline.interfaces import Layout, Scores
 from paceline.runs.durable_files import write_atomically
@@ -224,18 +224,25 @@ def why_diverged(config: RunConfig, server: Server) -> str:
     if found is not None and found.is_update_finite:
         what = f"the loss of worker {found.worker} was a NaN or infinity, though its push was finite"
     elif found is not None:
-        loss = "not finite" if math.isinf(found.loss) else "not told" if math.isnan(found.loss) else f"{found.loss:g}"
-        what = f"worker {found.worker} sent a push with a NaN or infinity (its loss was {loss})"
+        loss = "not finite" if math.isinf(found.loss) else f"{found.loss:g}"
+        told = f" (its loss was {loss})" if not math.isnan(found.loss) else ""  # a script need not tell it
+        what = f"worker {found.worker} sent a push with a NaN or infinity{told}"
     if found is not None and not server.version and server.inside is None:
-        where = "the inputs, the model's first weights or the loss function"
+        source = "script's inputs" if is_script(config) else "inputs"
+        where = f"the {source}, the model's first weights or the loss function"
         return f"{head}: {what}. No step was made yet, so look for a NaN or infinity in {where}"
+    in_script = _steps_in_script(config, server)
     if found is not None and found.is_update_finite and config.task is not None:
         cause = "check the loss function (a logarithm of zero, a division)"
-        return f"{head}: {what}: {cause}, or try {lower_lr(config, 0.25)}"
+        lower = _lower_in_script(config) if in_script else f"try {lower_lr(config, 0.25)}"
+        return f"{head}: {what}: {cause}, or {lower}"
     is_stale = strategy_of(config).is_stale and server.num_workers > 1
     cause = " Stale pushes act as extra momentum, so" if is_stale else " The likely cause is too long a step:"
     lower = f" lower --momentum (now {config.momentum:g})," if config.optimizer == "sgd" and config.momentum else ""
     advice = f"{cause} try {lower_lr(config, 0.25)},{lower} --clip 1 or --warmup 0.05"
+    if in_script:
+        clip = "call torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step()"
+        advice = f"{cause} {_lower_in_script(config)}, or {clip}"
     if config.rule == "plain" and is_stale:
         advice += "; or --rule auto, which allows for staleness"
     if config.outer_lr is not None:
@@ -253,3 +260,13 @@ def lower_lr(config: RunConfig, factor: float) -> str:
     if lr > FAR_ABOVE * default:
         return f"--lr {default:g} (the default, now {lr:g})"
     return f"--lr {factor * lr:g} (now {lr:g})"
+
+
+def _steps_in_script(config: RunConfig, server: Server) -> bool:
+    """Whether the script brings its optimizer, whose flags are refused then."""
+    return is_script(config) and (server.inside is not None or bool(server.own_loops.layout.numbers))
+
+
+def _lower_in_script(config: RunConfig) -> str:
+    momentum = f" or momentum (now {config.momentum:g})" if config.optimizer == "sgd" and config.momentum else ""
+    return f"lower lr (now {config.lr:g}){momentum} in the script"

@@ -79,20 +79,20 @@ def parse_goal(text: str) -> StoppingGoal:
     except ValueError:
         value = math.nan
     if found is None or not math.isfinite(value):
-        raise UserError(f"--target '{text}': {_form(text)}")
+        how = f"write METRIC<=VALUE or METRIC>=VALUE in quotes, as in '{_example(text)}'"
+        raise UserError(f"--target '{text}': {how}")
     return StoppingGoal(found[1], "<" in found[2], value)
 
 
-def _form(text: str) -> str:
-    """How to write a goal; of one with a lone `=`, the way that its metric makes likely.
+def _example(text: str) -> str:
+    """A goal that is written well: of one with a lone `=`, what it most likely means.
 
-    >>> _form("accuracy=90"), _form("loss == .2")
-    ("did you mean 'accuracy>=90'?", "did you mean 'loss<=.2'?")
+    >>> _example("accuracy=90"), _example("loss == .2"), _example("loss")
+    ('accuracy>=90', 'loss<=.2', 'mae<=0.2')
     """
-    metric, equals, value = (part.strip() for part in text.replace("==", "=").partition("="))
-    if equals and metric.isidentifier() and re.fullmatch(r"[\d.]+", value):
-        return f"did you mean '{metric}{_direction(metric)}{value}'?"
-    return "write METRIC<=VALUE or METRIC>=VALUE in quotes, as in 'mae<=0.2'"
+    metric, _, value = (part.strip() for part in text.replace("==", "=").partition("="))
+    is_near = metric.isidentifier() and re.fullmatch(r"[\d.]+", value) is not None
+    return f"{metric}{_direction(metric)}{value}" if is_near else "mae<=0.2"
 
 
 def _direction(metric: str) -> str:
@@ -141,8 +141,6 @@ def check_goals(config: RunConfig, in_script: bool) -> None:
     for flag, value in asked.items():
         if value is not None and config.eval_every is None and not in_script:
             raise UserError(f"--{flag} is checked at evaluations only: add --eval-every, as in --eval-every 1")
-    if config.task is None:
-        require_measured(config, BUILT_IN_METRICS, has_test=True)
 
 
 def why_missed(config: RunConfig, result: Mapping[str, Any]) -> str | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -17,6 +19,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPT_SIGNALS = (*STOP_SIGNALS, signal.SIGALRM)
 """Signals that InterruptHandler handles: SIGALRM repeats one that came during an import."""
 RETRY_SECONDS = 0.02
+DOUBLE_SECONDS = 1.0
+"""So long after the first Ctrl-C, further ones are taken for the same."""
 
 Handler = Callable[[int, FrameType | None], None]
 
@@ -80,14 +84,31 @@ def leave_signal(seconds: float) -> Iterator[Callable[[], bool]]:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
+class InterruptCounter:
+    """Tells a second Ctrl-C that is meant from one that comes with the first: of a finger, or of a launcher."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._first = clock, -math.inf
+
+    def is_again(self) -> bool:
+        """Count a Ctrl-C; return whether an earlier one came at least `DOUBLE_SECONDS` ago."""
+        now, first = self._clock(), self._first
+        if first == -math.inf:
+            self._first = now
+        return first != -math.inf and now >= first + DOUBLE_SECONDS
+
+
 @contextlib.contextmanager
 def stop_signals(report: Report, react: Callable[[str], None] | None = None) -> Iterator[list[str]]:
-    """Collect Ctrl-C and SIGTERM as reasons to stop, polled between steps; a second Ctrl-C raises at once."""
+    """Collect Ctrl-C and SIGTERM as reasons to stop, polled between steps; a second Ctrl-C raises."""
     reasons: list[str] = []
+    interrupts = InterruptCounter()
 
     def stop(number: int, frame: object) -> None:
-        if reasons and number == signal.SIGINT:
+        if number == signal.SIGINT and interrupts.is_again():
             raise KeyboardInterrupt
+        if reasons:
+            return
         reasons.append(INTERRUPTED if number == signal.SIGINT else TERMINATED)
         report({"kind": "stopping", "reason": reasons[0]})
         if react is not None:

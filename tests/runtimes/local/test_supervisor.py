@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from paceline.config import RunConfig
-from paceline.errors import SERVER_GONE
+from paceline.errors import SERVER_GONE, RunFailed, UserError
 from paceline.runs.folder import RunFolder
+from paceline.runtimes.local.failures import WorkerFailures
 from paceline.runtimes.local.restart import WorkerRestarts
 from paceline.runtimes.local.supervisor import ProcessPlan, Supervisor
 from paceline.system.strict_json import to_json
@@ -27,12 +28,10 @@ EXITED, KILLED = 1 << 8, int(signal.SIGKILL)
 class Bench:
     """A supervisor without processes: the test plays the fork server and the server."""
 
-    def __init__(
-        self, folder: Path, limit: int, restarts: WorkerRestarts | None = None, keep_going: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, limit: int, restarts: WorkerRestarts | None = None, **settings: Any) -> None:
         self.forks, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.rows: list[dict[str, Any]] = []
-        config = RunConfig(strategy="async", workers=2, restart_workers=limit, keep_going=keep_going)
+        config = RunConfig(strategy="async", workers=2, restart_workers=limit, **settings)
         forks: Any = SimpleNamespace(socket=ours, notice=lambda: json.loads(ours.recv(1 << 16)))
         report, allowed = self.rows.append, restarts or WorkerRestarts(limit)
         self.supervisor = Supervisor(forks, config, RunFolder(folder), ProcessPlan({}, []), report, allowed)
@@ -132,6 +131,41 @@ def test_an_exception_in_a_worker_stops_the_server(benches: list[Bench], tmp_pat
     assert str(failures.error(RunFolder(tmp_path))).endswith(": the same: nothing was trained")
 
 
+def test_two_interrupts_at_once_let_the_server_save_the_run(benches: list[Bench], tmp_path: Path) -> None:
+    bench = make(benches, tmp_path, 0)
+    with bench.supervisor._signals():
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+    assert bench.orders() == [("stop", -1, -1)] and [row["kind"] for row in bench.rows] == ["stopping"]
+
+
+MISTAKE = {"kind": "complaint", "is_mistake": True, "code": 2, "text": "use no clamping"}
+
+
+def test_a_mistake_in_a_script_stops_the_server_so_that_the_run_is_saved(benches: list[Bench], tmp_path: Path) -> None:
+    benches.append(bench := Bench(tmp_path, 0, task="script:train"))
+    for pid in (21, 20):
+        bench.hear({**MISTAKE, "pid": pid})
+    assert bench.orders() == [("stop", -1, -1)]
+    assert bench.end(21, EXITED) == [] and bench.notes() == []
+    error = bench.supervisor._failures.error(RunFolder(tmp_path))
+    assert isinstance(error, UserError), "nothing was trained"
+    assert str(error) == "worker 1 of 2: use no clamping; and 1 other worker: the same"
+
+
+def test_a_mistake_of_a_run_that_has_trained_says_how_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder.create(RunConfig(task="script:train", workers=2, runs=str(tmp_path), name="run"))
+    monkeypatch.setattr(RunFolder, "is_unstarted", lambda self: False)
+    failures = WorkerFailures()
+    failures.add("worker 1 of 2", {**MISTAKE, "traceback": ""})
+    error = failures.error(folder)
+    assert isinstance(error, RunFailed) and error.exit_code == 1
+    way_on = f"the run stopped; once the code is mended, 'paceline resume {folder.path}' continues from there"
+    assert str(error) == f"worker 1 of 2: use no clamping: {way_on}"
+
+
 def test_without_the_flag_the_server_is_told_nothing(benches: list[Bench], tmp_path: Path) -> None:
     assert make(benches, tmp_path, 0).end(21, KILLED) == []
 
@@ -173,9 +207,11 @@ def test_a_complaint_of_a_worker_that_came_back_too_late_does_not_fail_the_run(
     bench.end(21, KILLED)
     bench.started(22, "worker 1")
     bench.server.send(to_json({"kind": "finished"}).encode())
-    bench.hear({"kind": "complaint", "pid": 22, "code": 1, "text": "the server of this run is gone"})
+    bench.hear(
+        {"kind": "complaint", "is_mistake": False, "pid": 22, "code": 1, "text": "the server of this run is gone"}
+    )
     with pytest.raises(Exception, match="worker 0: something else"):
-        bench.hear({"kind": "complaint", "pid": 20, "code": 1, "text": "something else"})
+        bench.hear({"kind": "complaint", "is_mistake": False, "pid": 20, "code": 1, "text": "something else"})
 
 
 def test_a_complaint_before_the_connection_of_a_killed_server_ends_does_not_hide_that(
@@ -185,7 +221,7 @@ def test_a_complaint_before_the_connection_of_a_killed_server_ends_does_not_hide
     bench = make(benches, tmp_path, 0)
     closing = threading.Timer(0.2, lambda: setattr(bench.supervisor, "_server_is_silent", True))
     closing.start()
-    bench.hear({"kind": "complaint", "pid": 20, "code": 1, "text": SERVER_GONE})
+    bench.hear({"kind": "complaint", "is_mistake": False, "pid": 20, "code": 1, "text": SERVER_GONE})
     closing.join()
     with pytest.raises(Exception, match=r"the server process ended \(as the test says\)"):
         bench.end(10, KILLED)
@@ -197,7 +233,9 @@ def test_a_complaint_because_the_server_was_killed_does_not_hide_that(benches: l
     bench.supervisor._hear_forks()
     bench.server.close()
     bench.supervisor._server_is_silent = True
-    bench.hear({"kind": "complaint", "pid": 20, "code": 1, "text": "the server of this run is gone"})
+    bench.hear(
+        {"kind": "complaint", "is_mistake": False, "pid": 20, "code": 1, "text": "the server of this run is gone"}
+    )
     with pytest.raises(Exception, match=r"the server process ended \(as the test says\)"):
         bench.end(10, KILLED)
 

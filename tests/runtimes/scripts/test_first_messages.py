@@ -18,7 +18,8 @@ from paceline.errors import ProtocolError, UserError
 from paceline.interfaces import pack
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.scripts.loading.loader import share
-from paceline.runtimes.scripts.serving.server import LOOP_FACTS, expected_facts, learn
+from paceline.runtimes.scripts.serving.agreement import expected_facts, require_same_loops
+from paceline.runtimes.scripts.serving.server import LOOP_FACTS, learn
 from paceline.settings.resolve import resolve
 from paceline.transports.frames import checked
 from paceline.transports.protocol import Hello
@@ -133,3 +134,35 @@ def test_facts_of_a_wrong_kind_are_refused(change: dict[str, Any]) -> None:
     checked(first_facts(LAYOUT), LOOP_FACTS)
     with pytest.raises(ProtocolError):
         checked(first_facts(LAYOUT, **change), LOOP_FACTS)
+
+
+ADAM, SGD = ({"class": {"name": name}, "settings": {}, "loop": {}} for name in ("Adam", "SGD"))
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (
+            {"layout": pack([("w", (3, 2), True)]).to_rows()},
+            "worker 2 has 6 parameters, worker 0 has 1 parameters: ",
+        ),
+        ({"layout": pack([("v", (1, 1), True)]).to_rows()}, "worker 2 and worker 0 differ in the names or shapes of"),
+        ({"state_layout": LAYOUT.to_rows()}, "worker 2 has 1 values in the model's buffers, worker 0 has 0 values"),
+        ({"optimizers": [ADAM]}, "worker 2 has optimizer Adam, worker 0 has optimizer SGD: make the same optimizers"),
+        ({"optimizers": []}, "worker 2 has no optimizer, worker 0 has optimizer SGD: make the same optimizers"),
+        ({"num_samples": 90}, "worker 2 has 90 samples, worker 0 has 100 samples: give session.prepare"),
+        ({"num_samples": None}, "worker 2 has data of unknown length, worker 0 has 100 samples: give session.prep"),
+        ({"order": 7, "numbers": 9}, "differ in the samples that their loaders draw and the parameter groups of their"),
+    ],
+    ids=str,
+)
+def test_the_first_difference_between_two_workers_is_named(facts: dict[str, Any], message: str) -> None:
+    memory = SharedBuffers.create(BufferSizes(LAYOUT.size))
+    alike = first_facts(LAYOUT, optimizers=[SGD])
+    first, same, other = (
+        Hello(Join(worker, 0, None), memory, told) for worker, told in enumerate((alike, alike, {**alike, **facts}))
+    )
+    require_same_loops([first, same])
+    with pytest.raises(UserError) as error:
+        require_same_loops([first, same, other])
+    assert message in str(error.value) and "\n" not in str(error.value)

@@ -178,7 +178,10 @@ def test_workers_learn_why_their_script_cannot_be_trained(tmp_path: Path) -> Non
             second.push(1.0)
         waits.join(20)
         served.wait()
-    assert isinstance(served.error, UserError) and "pushed the same gradient first" in told[0]
+    assert isinstance(served.error, RunFailed) and "pushed the same gradient first" in told[0]
+    assert "the run stopped at update 0; once the code is mended, 'paceline" in str(served.error)
+    result = served.folder.result()
+    assert result is not None and result["status"] == "stopped" and "the same gradient first" in result["reason"]
 
 
 @pytest.mark.parametrize(("error", "is_told"), [(UserError("of the script"), True), (DiskError("full"), False)])

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import math
 import random
+import re
+import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +27,7 @@ from paceline.core.messages import Push
 from paceline.core.server import AppliedUpdate
 from paceline.core.server.updates import Updater
 from paceline.errors import Diverged, UserError
+from paceline.runs.result import why_diverged
 from paceline.runtimes.scripts.serving.requests import FirstPushes
 from paceline.runtimes.scripts.session import Session, TrainingOver
 from paceline.settings.resolve import resolve
@@ -594,6 +599,57 @@ def test_gradients_of_zeros_tell_nothing_and_later_pushes_are_not_compared() -> 
     alike.check(first_push(0, 0.0, 0.0), plain_updater())
     alike.check(first_push(1, 1.0, 2.0), plain_updater())
     alike.check(first_push(0, 1.0, 2.0), plain_updater())
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_tells_nothing_of_the_data(broken: float) -> None:
+    """It is the same NaN in all workers, whatever they train on."""
+    first = FirstPushes(2)
+    first.check(first_push(0, broken, 1.0), plain_updater())
+    first.check(first_push(1, broken, 1.0), plain_updater())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "before"), [("async", 1), ("async", 0), ("async-local:2", 1), ("async-local:2", 0)]
+)
+def test_advice_after_a_divergence_names_what_the_script_can_change(tmp_path: Path, strategy: str, before: int) -> None:
+    """Flags of the optimizer are refused for a script that brings one."""
+    one = OneServer(tmp_path, strategy=strategy, workers=2)
+    loops = [Loop(one, worker) for worker in range(2)]
+    for loop in loops * (2 * before):
+        loop.step()
+    for loop in loops * 2:
+        loop.train(torch.full((4, 4), math.nan), torch.zeros(4, 1))
+    assert one.server is not None and one.server.divergence is not None
+    why = why_diverged(replace(loops[0].session.config, task="script:loop"), one.server)
+    assert not re.search(r"--(lr|momentum|clip|warmup)", why) and "not told" not in why
+    if before or strategy != "async":
+        assert "lower lr (now 0.25) in the script, or call torch.nn.utils.clip_grad_norm_(" in why
+    else:
+        assert "No step was made yet, so look for a NaN or infinity in the script's inputs" in why
+
+
+def test_a_loop_without_prepared_data_is_told_that_it_is_not_divided(tmp_path: Path) -> None:
+    shared, alone, split = (
+        OneServer(tmp_path / name, strategy="async", workers=workers)
+        for name, workers in (("shared", 2), ("alone", 1), ("split", 2))
+    )
+    small(shared.session(0))
+    small(alone.session(0))
+    divided = split.session(0)
+    divided.split(list(range(8)))
+    small(divided)
+    (note,) = shared.facts[0]["notes"]
+    assert "no loader or data set" in note and "every worker trains on all of it" in note
+    assert alone.facts[0]["notes"] == split.facts[0]["notes"] == []
+
+
+def test_a_loss_is_reported_as_it_is_without_a_warning_of_torch() -> None:
+    session = one_worker()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        session.report(loss=torch.ones((), requires_grad=True) * 2, right=torch.tensor(True), count=3)
+    assert session._env.transport.figures == {"loss": 2.0, "right": 1.0, "count": 3.0}  # type: ignore[attr-defined]
 
 
 def one_worker() -> Session:

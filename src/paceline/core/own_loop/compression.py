@@ -91,13 +91,18 @@ def as_it_is(layout: Layout) -> LoopCompression:
 
 
 def gradient_digest(push: Push, updater: Updater) -> bytes | None:
-    """A digest that equal gradients of two workers have in common; None if the gradient is zero.
+    """A digest that equal gradients of two workers have in common; None if all is zero, or not all is finite.
 
-    A codec may round at random, but never the largest value of a block.
+    Such a gradient tells nothing of the data behind it. A codec may round at random, but never the largest value of a
+    block.
     """
     if updater.decoder is None:
-        return hashlib.sha256(view(push.update)).digest() if push.update.any() else None
+        return _digest_of(push.update)
     update = updater.decoder.decode(push.update)
     largest = torch.stack([block.abs().amax() for block in torch.split(update, BLOCK)])
     updater.decoder.free(update)
-    return hashlib.sha256(view(largest)).digest() if largest.any() else None
+    return _digest_of(largest)
+
+
+def _digest_of(values: Tensor) -> bytes | None:
+    return hashlib.sha256(view(values)).digest() if values.any() and values.isfinite().all() else None

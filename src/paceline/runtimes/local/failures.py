@@ -1,4 +1,4 @@
-"""A worker whose code raises an exception: a bug, which ends the run, and how the user is told of it."""
+"""A worker whose code raises an exception or makes a mistake, which ends the run, and how the user is told of it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from paceline.config import RunConfig, is_script
-from paceline.errors import RunFailed, ServerLost
+from paceline.errors import PacelineError, RunFailed, ServerLost, UserError
 from paceline.interfaces import Report
 from paceline.runs.folder import RunFolder
 
 MAX_SAID, MAX_TRACEBACK = 200, 20_000  # characters of an exception in one line, and of its traceback
+COMPLAINT = "complaint"  # the kind of notice about a process that ends with an error of ours
 SAME_SECONDS = 0.3  # how long to wait for other workers that fail in the same way
+NO_GROUP = (
+    "; Paceline starts the workers and averages: leave out init_process_group, DistributedDataParallel and sampler"
+)
+_GROUP_SIGNS = "environment variable RANK expected", "process group has not been initialized"
 _OURS = str(Path(__file__).parents[2])
 
 
@@ -37,6 +42,7 @@ def describe_exception(error: BaseException) -> RaisedException:
         begin = error.__traceback__  # the user's code has no frame in it: show all
     what = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
     text = f"{' '.join(what.split()).removesuffix(':')[:MAX_SAID]}{_place(error, begin)}"
+    text += NO_GROUP if any(sign in what for sign in _GROUP_SIGNS) else ""
     shown = "".join(traceback.format_exception(type(error), error, begin)) if not isinstance(error, SystemExit) else ""
     return RaisedException(text, shown[-MAX_TRACEBACK:])
 
@@ -60,7 +66,7 @@ def _is_library(name: str) -> bool:
 
 
 class WorkerFailures:
-    """The processes of a run that raised exceptions. The first one ends the run; others may fail in the same way."""
+    """The processes of a run that raised an exception or a UserError: the first ends it, others may fail alike."""
 
     def __init__(self) -> None:
         self._found: dict[str, dict[str, Any]] = {}
@@ -71,7 +77,7 @@ class WorkerFailures:
         return bool(self._found)
 
     def add(self, name: str, notice: dict[str, Any]) -> None:
-        """Note that a process raised an exception."""
+        """Take the notice of a process that raised an exception or a UserError."""
         self._deadline = self._deadline or time.monotonic() + SAME_SECONDS
         self._found.setdefault(name, notice)
 
@@ -105,16 +111,17 @@ class WorkerFailures:
         for line in [*first["traceback"].rstrip().splitlines(), *different]:
             report({"kind": "output", "stream": "stderr", "text": line})
 
-    def error(self, folder: RunFolder) -> RunFailed:
+    def error(self, folder: RunFolder) -> PacelineError:
         """The error that ends the run, which says what the user can do."""
         result = folder.result()
+        if folder.is_unstarted() and next(iter(self._found.values())).get("kind") == COMPLAINT:
+            return UserError(self.line)
         if folder.is_unstarted():
             end = "nothing was trained"
         elif result is not None and result["status"] == "finished":
             end = f"training had finished, and {folder.path} is complete"
         else:
-            where = f" at update {result['updates']}" if result is not None else ""
-            end = f"the run stopped{where}; once the code is mended, {folder.resume_hint(folder.config())}"
+            end = folder.stopped_hint(result)
         return RunFailed(f"{self.line}: {end}")
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.errors import DiskError, PacelineError, UserError
 from paceline.runtimes.local.failures import describe_exception
 from paceline.system.process import describe_end, die_with, helper_command, helper_environment
 from paceline.system.strict_json import to_json
@@ -117,10 +117,9 @@ def main(fd: int) -> None:
     while True:
         for key, _ in selector.select():
             if key.fileobj is supervisor:
-                packet, fds, _, _ = socket.recv_fds(supervisor, _LARGEST, 253)
-                if not packet:
+                request, fds = _next_request(supervisor)
+                if request is None:
                     return
-                request = json.loads(packet)
                 if request["role"] == _CLEAR:
                     server_pid = None
                     _clear(supervisor, children)
@@ -133,6 +132,15 @@ def main(fd: int) -> None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(reader, 4096)
                 _reap(supervisor, children)
+
+
+def _next_request(supervisor: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """Return the next request and its descriptors; None if the supervisor is gone, whatever it had left unread."""
+    try:
+        packet, fds, _, _ = socket.recv_fds(supervisor, _LARGEST, 253)
+    except ConnectionResetError:
+        return None, []
+    return (json.loads(packet) if packet else None), fds
 
 
 def _clear(supervisor: socket.socket, children: set[int]) -> None:
@@ -175,7 +183,9 @@ def _become(supervisor: socket.socket, request: dict[str, Any], fds: list[int], 
         code = getattr(importlib.import_module(module), name)(request["spec"], fds)
     except PacelineError as error:
         code = error.exit_code
-        _tell(supervisor, {"kind": "complaint", "pid": os.getpid(), "code": code, "text": str(error)})
+        is_mistake = isinstance(error, UserError) and not isinstance(error, DiskError)
+        row = {"code": code, "text": str(error), "is_mistake": is_mistake}
+        _tell(supervisor, {"kind": "complaint", "pid": os.getpid(), **row})
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if code:

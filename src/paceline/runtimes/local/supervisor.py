@@ -21,7 +21,7 @@ from paceline.errors import SERVER_GONE, ServerLost, UserError, error_of_child
 from paceline.interfaces import Report
 from paceline.runs.arrival_log import next_incarnation
 from paceline.runs.folder import RAISED, RunFolder, require_survivors
-from paceline.runtimes.local.failures import WorkerFailures, lost_server
+from paceline.runtimes.local.failures import COMPLAINT, WorkerFailures, lost_server
 from paceline.runtimes.local.fault_injection import FaultInjector
 from paceline.runtimes.local.fork_server import ForkServer, receive_row, request
 from paceline.runtimes.local.process_plan import ProcessPlan
@@ -30,7 +30,7 @@ from paceline.runtimes.local.worker_output import WorkerOutput
 from paceline.settings.fault_table import Fault, never_fired
 from paceline.settings.strategies import on_ring
 from paceline.system.memory import require_open_files
-from paceline.system.signals import INTERRUPTED, TERMINATED, handle_signals
+from paceline.system.signals import INTERRUPTED, TERMINATED, InterruptCounter, handle_signals
 from paceline.system.strict_json import to_json
 
 ENDING_SECONDS = 3.0
@@ -68,7 +68,6 @@ class Supervisor:
         self._raised: dict[int, dict[str, Any]] = {}  # the exceptions that ended processes, by process id
         self._finished = self._server_is_silent = False
         self._is_over = False  # whether training is over, or was told to stop
-        self._interrupts = 0
 
     def start(self) -> None:
         """Start the server and all workers. Each worker has its own connection to the server."""
@@ -171,16 +170,18 @@ class Supervisor:
         self._listen(readable)
 
     def _note_exception(self, notice: dict[str, Any]) -> None:
-        """A process has raised an exception: a bug, which ends the run unless it is told to keep going."""
+        """A process has raised an exception: a mistake, which ends the run unless it is told to keep going."""
         name = self._names.get(notice["pid"], "a process")
         self._raised[notice["pid"]] = notice
         worker = self._numbers.get(name, 0 if self._processes.first_worker else None)
         if name in self._numbers and self._config.keep_going:
-            self._report({"kind": "output", "stream": "stderr", "text": notice["traceback"].rstrip()})
+            if notice["traceback"]:
+                self._report({"kind": "output", "stream": "stderr", "text": notice["traceback"].rstrip()})
             return
         where = f"worker {worker} of {self._config.workers or 1}" if worker is not None else "the server"
         if not self._failures:
-            self._order({"kind": "stop", "reason": f"{RAISED}{where}: {notice['text']}"})
+            what = RAISED if notice["kind"] != COMPLAINT else ""
+            self._order({"kind": "stop", "reason": f"{what}{where}: {notice['text']}"})
         self._failures.add(where, notice)
         if self._output is not None and worker is not None:
             self._output.show_only(worker)
@@ -252,22 +253,29 @@ class Supervisor:
                 self._injector.started(self._numbers[notice["name"]], notice["pid"])
             elif self._processes.first_worker:
                 self._injector.started(0, notice["pid"])
-        elif notice["kind"] == "complaint":
-            self._hear_server_out()
-            if notice["text"] == SERVER_GONE:
-                self._await_end_of_server()
-            name = self._names.get(notice["pid"], "a process")
-            is_killed = self._server_is_silent and not self._finished  # the fork server will report the server's end
-            # One that was restarted may have come back too late.
-            if not (is_killed or self._failures) and not (self._finished and self._was_restarted(name)):
-                is_task = self._config.task is not None and not is_script(self._config)
-                in_all = is_task and not self._folder.has_log  # every process builds the task alike
-                text = notice["text"] if in_all else f"{name}: {notice['text']}"
-                raise error_of_child(text, notice["code"])
+        elif notice["kind"] == COMPLAINT:
+            self._note_complaint(notice)
         elif notice["kind"] == "raised":
             self._note_exception(notice)
         else:
             self._note_end(notice)
+
+    def _note_complaint(self, notice: dict[str, Any]) -> None:
+        """A process has ended with an error of ours; a mistake in a script ends the run as its exceptions do."""
+        self._hear_server_out()
+        if notice["text"] == SERVER_GONE:
+            self._await_end_of_server()
+        name = self._names.get(notice["pid"], "a process")
+        is_killed = self._server_is_silent and not self._finished  # the fork server will report the server's end
+        if is_killed or (self._finished and self._was_restarted(name)):  # or it has come back too late
+            return
+        if notice["is_mistake"] and is_script(self._config):
+            self._note_exception({**notice, "traceback": ""})
+        elif not self._failures:
+            is_task = self._config.task is not None and not is_script(self._config)
+            in_all = is_task and not self._folder.has_log  # every process builds the task alike
+            text = notice["text"] if in_all else f"{name}: {notice['text']}"
+            raise error_of_child(text, notice["code"])
 
     def _note_end(self, notice: dict[str, Any]) -> None:
         name = self._names.get(notice["pid"], "a process")
@@ -312,11 +320,14 @@ class Supervisor:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         """Ask the server to stop on Ctrl-C or SIGTERM. A second Ctrl-C does not wait for it."""
+        interrupts, heard = InterruptCounter(), set[int]()
 
         def stop(number: int, frame: object) -> None:
-            self._interrupts += number == signal.SIGINT
-            if self._interrupts > 1:
+            if number == signal.SIGINT and interrupts.is_again():
                 raise KeyboardInterrupt
+            if number in heard:
+                return
+            heard.add(number)
             reason = INTERRUPTED if number == signal.SIGINT else TERMINATED
             self._is_over = True
             self._report({"kind": "stopping", "reason": reason})

@@ -20,15 +20,16 @@ from paceline.core.messages import OwnLoopInput, Push
 from paceline.errors import DiskError, PacelineError, ProtocolError, RunFailed, UserError
 from paceline.runs.folder import NOT_COME, RunFolder
 from paceline.runtimes.scripts.served_loop import keep_in
+from paceline.runtimes.scripts.serving.agreement import expected_facts
 from paceline.runtimes.scripts.serving.requests import LoopRequests
 from paceline.runtimes.scripts.serving.server import (
     LearnedRun,
     check_facts,
-    expected_facts,
     finish_loops,
     host_of_loops,
     learn,
     loop_sizes,
+    saved_at_mistakes,
 )
 from paceline.runtimes.server.admission import CEILING_SECONDS, REMIND_SECONDS, Admission
 from paceline.runtimes.server.file_service import FileService
@@ -94,12 +95,12 @@ class Introductions:
         self.gather()
         with self._telling(UserError):  # of the script: to resume the run would not help
             host, service = self.begin(facts, resume)
-            try:
-                with torch.inference_mode():
-                    service.run()
-            except UserError:
-                host.close()
-                raise
+        try:
+            with torch.inference_mode(), saved_at_mistakes(host), self._telling(UserError):
+                service.run()
+        except UserError:
+            host.close()
+            raise
         result = finish_loops(host)
         service.observers.end()
         return result

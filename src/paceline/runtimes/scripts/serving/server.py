@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import selectors
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,15 +19,17 @@ from paceline.core.buffers import BufferSizes
 from paceline.core.messages import Join
 from paceline.core.own_loop.compression import largest_capacities
 from paceline.core.own_loop.settings import LoopLayout
+from paceline.core.own_loop.torch_optimizer import OptimizerFailed
 from paceline.core.server import Server
 from paceline.core.worker import LocalWorker
-from paceline.errors import ProtocolError, RunFailed, UserError
+from paceline.errors import DiskError, ProtocolError, RunFailed, UserError
 from paceline.interfaces import Layout, Report
 from paceline.runs.folder import ALL_GONE, LOOPS_ENDED, RunFolder
 from paceline.runs.recording import ScriptCall
 from paceline.runs.recovery import kept_pushes, rebuild
 from paceline.runtimes.scripts.adopt import MAX_NAME
 from paceline.runtimes.scripts.optimizer import MAX_OPTIMIZERS, split_states
+from paceline.runtimes.scripts.serving.agreement import expected_facts, require_same_loops
 from paceline.runtimes.scripts.serving.requests import LoopRequests
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.process import reporting
@@ -126,6 +130,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     def serve(control: SupervisorChannel) -> None:
         awaited: set[int] = set()
         found = _gather(control, config, awaited)
+        require_same_loops([hello for _, hello in found])
         first, folder, peers = found[0][1], RunFolder(Path(spec["folder"])), Peers[SharedMemoryPeer]()
         learned = learn(config, [first], folder)
         host = host_of_loops(learned, first, folder, control.send, peers, spec["facts"], bool(spec.get("resume")))
@@ -141,7 +146,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
             service.join(peer, hello)
         for worker in set(range(config.workers or 1)) - {peer.worker for peer, _ in found}:
             service.miss(worker)
-        with torch.inference_mode():
+        with torch.inference_mode(), saved_at_mistakes(host):
             service.run()
         finish_loops(host)
 
@@ -185,6 +190,23 @@ def host_of_loops(
     return host
 
 
+@contextlib.contextmanager
+def saved_at_mistakes(host: Host) -> Iterator[None]:
+    """Save the run as stopped, close its host and raise RunFailed, if a mistake in the script ends it while it trains.
+
+    An optimizer that fails in the server may have changed a part of the weights: they are not saved.
+    """
+    try:
+        yield
+    except UserError as error:
+        if isinstance(error, DiskError) or isinstance(error.__cause__, OptimizerFailed) or not host.server.pushes:
+            raise
+        host.stop(str(error))
+        result = host.finish()
+        host.close()
+        raise RunFailed(f"{error}: {host.folder.stopped_hint(result)}") from error
+
+
 def finish_loops(host: Host) -> dict[str, Any]:
     """Save the weights and the result after the last script has left, and close the host; return the result."""
     if not host.server.pushes:
@@ -199,11 +221,6 @@ def finish_loops(host: Host) -> dict[str, Any]:
 
 def _no_worker(join: Join) -> LocalWorker:
     raise AssertionError("only a script computes its pushes")
-
-
-def expected_facts(first: Hello) -> dict[str, Any]:
-    """The facts in which all scripts must agree with the first."""
-    return {name: first.facts[name] for name in ("layout", "state_layout", "num_samples", "order", "numbers")}
 
 
 def _gather(control: SupervisorChannel, config: RunConfig, awaited: set[int]) -> list[tuple[SharedMemoryPeer, Hello]]:
