@@ -39,14 +39,20 @@ TOUCHED = {
     "foresight-cached, averaged": ("g", "weights", "v", "c_i", "total", "average", "sent"),
     "foresight": ("g", "weights", "v", "c_i", "total", "sent"),
     "auto, averaged": ("g", "weights", "v", "c_i", "total", "average", "sent"),
+    "plain, adam": ("g", "weights", "m", "s", "sent"),
+    "cached, adam": ("g", "weights", "m", "s", "c_i", "total", "sent"),
+    "ahead, adam": ("g", "weights", "m", "s", "push before", "m tried", "s tried", "sent"),
+    "foresight, adam": ("g", "weights", "m", "s", "before", "sent"),
 }
-"""Vectors that each rule must read or write, scratch excluded; `sent` is the worker's buffer."""
+"""Vectors that each rule must read or write, scratch excluded; `sent` is the worker's buffer. The word behind a comma
+is an optimizer other than SGD, or says that weights are averaged."""
 
 
 def updates(name: str, size: int) -> Callable[[], None]:
     """Return an action that applies a push and writes a reply, for the workers in turn."""
-    rule_name, _, averaged = name.partition(", ")
-    config = resolve(RunConfig(rule=rule_name, workers=WORKERS, average="on" if averaged else "none"))
+    rule_name, _, more = name.partition(", ")
+    optimizer, average = ("sgd", "on") if more == "averaged" else (more or "sgd", "none")
+    config = resolve(RunConfig(rule=rule_name, workers=WORKERS, average=average, optimizer=optimizer))
     layout = pack([("all", (size,), True)])
     rule, weights = make_rule(config, layout), torch.randn(layout.size)
     state = rule.start(weights)

@@ -139,12 +139,12 @@ def train(
     path: topology (ring: default of allreduce, local and diloco)
     codec: compress pushes: none (default), fp16, bf16, int8, sign, topk:F or lowrank:R
     pull_codec: compress replies, as weight changes, with the same codecs (default none)
-    optimizer: sgd, adam, adamw or lars: on the server or, with local steps, in each worker
-    lr: learning rate (default: sgd .005, adam and adamw .001, lars 1)
-    momentum: momentum of sgd and lars
+    optimizer: sgd, adam, adamw, rmsprop, lars or muon: on the server, or in workers if local
+    lr: learning rate (default .001, sgd .005, rmsprop .0001, lars 1)
+    momentum: momentum of sgd, rmsprop, lars and muon
     nesterov: Nesterov momentum for sgd
-    betas: betas of adam and adamw
-    weight_decay: weight decay added to the gradient (adamw: to the step)
+    betas: betas of adam, adamw and muon's adamw
+    weight_decay: weight decay added to the gradient (adamw, muon: to steps)
     clip: maximum gradient norm; scale larger gradients down
     schedule: learning rate schedule: constant, cosine or exponential[:FACTOR per epoch]
     warmup: fraction of the run over which lr grows from 0

@@ -104,7 +104,7 @@ def refused(**settings: Any) -> str:
         ({"rule": "ringmaster:4", "strategy": "bounded:2"}, ["rule ringmaster:4", "bounded:2", "async"]),
         (
             {"rule": "foresight-cached", "optimizer": "adam"},
-            ["rule foresight-cached", "optimizer adam", "--rule cached"],
+            ["rule foresight-cached", "optimizer adam", "--rule foresight with adam"],
         ),
         ({"rule": "buffered:3", "optimizer": "lars"}, ["rule buffered:3", "optimizer lars"]),
         ({"rule": "dana", "nesterov": True}, ["rule dana", "--nesterov"]),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.core.optimizers import Adam, AdamW, Lars, Optimizer, Sgd, clipped
+from paceline.core.optimizers import Adam, AdamW, Lars, Optimizer, RmsProp, Sgd, clipped
 from paceline.interfaces import pack
 
 SIZE, STEPS = 50, 60
@@ -30,14 +30,20 @@ ADAM_CASES: dict[str, dict[str, Any]] = {
     "no averaging": {"betas": (0.0, 0.9)},
 }
 ADAMW_CASES = {name: {"weight_decay": 0.0, **case} for name, case in ADAM_CASES.items()}
+RMSPROP_CASES: dict[str, dict[str, Any]] = {
+    "published": {},
+    "momentum and weight decay": {"momentum": 0.9, "weight_decay": 0.05},
+    "short memory": {"alpha": 0.9, "eps": 1e-3},
+}
 CASES = (
     [(Sgd, torch.optim.SGD, case) for case in SGD_CASES.values()]
     + [(Adam, torch.optim.Adam, case) for case in ADAM_CASES.values()]
     + [(AdamW, torch.optim.AdamW, case) for case in ADAMW_CASES.values()]
+    + [(RmsProp, torch.optim.RMSprop, case) for case in RMSPROP_CASES.values()]
 )
 NAMES = [
     f"{kind} {name}"
-    for kind, cases in {"sgd": SGD_CASES, "adam": ADAM_CASES, "adamw": ADAMW_CASES}.items()
+    for kind, cases in {"sgd": SGD_CASES, "adam": ADAM_CASES, "adamw": ADAMW_CASES, "rmsprop": RMSPROP_CASES}.items()
     for name in cases
 ]
 
@@ -156,7 +162,9 @@ def test_a_step_leaves_the_gradient_and_the_state_keys_as_they_were(optimizer: O
     assert {name: tensor.data_ptr() for name, tensor in state.items()} == addresses
 
 
-@pytest.mark.parametrize("make", [lambda: Sgd(0.9, weight_decay=0.01), lambda: Adam(weight_decay=0.01)])
+@pytest.mark.parametrize(
+    "make", [lambda: Sgd(0.9, weight_decay=0.01), lambda: Adam(weight_decay=0.01), lambda: RmsProp(0.9)]
+)
 def test_a_saved_state_goes_on_bit_for_bit(make: Any) -> None:
     weights, optimizer = start(), make()
     state = optimizer.start(weights)

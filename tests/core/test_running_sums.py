@@ -16,11 +16,11 @@ from paceline.core.rules.cached import Cached
 from paceline.core.rules.dana import Dana
 from paceline.core.rules.foresight import Foresight, ForesightCached
 from paceline.core.rules.ringleader import Ringleader
-from paceline.core.rules.sharded import ShardedRule
 from paceline.core.rules.step_limit import LrScaling
 from paceline.core.schedules import Budget, Schedule, Training
 from paceline.core.server import RECOMPUTE_EVERY, Roster, Server, restore_server, server_facts
 from paceline.interfaces import Rule
+from paceline.runtimes.sharded.sharded_rule import ShardedRule
 
 RULES: dict[str, Callable[[], Rule]] = {
     "cached": lambda: Averaged(Cached(Sgd(), 3)),

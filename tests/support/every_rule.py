@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.core.optimizers import Adam, GradientTransform, Sgd
+from paceline.core.optimizers import Adam, AdamW, GradientTransform, RmsProp, Sgd
 from paceline.core.rules.averaged import Averaged
 from paceline.core.rules.buffered import Buffered, Delayed, OuterMomentum
 from paceline.core.rules.cached import Cached
@@ -11,6 +11,7 @@ from paceline.core.rules.foresight import Ahead, Foresight, ForesightCached, For
 from paceline.core.rules.plain import Plain, ReplyBeforeApply
 from paceline.core.rules.ringleader import Ringleader
 from paceline.core.rules.staleness_aware import Compensated, Damped, Gap
+from paceline.core.rules.step_foresight import StepForesight
 from paceline.core.rules.step_limit import LrScaling, StepLimit
 from tests.support.courses import MakeRule
 
@@ -30,6 +31,9 @@ RULES: dict[str, MakeRule] = {
     "foresight-cached": lambda max_workers: ForesightCached(0.9, max_workers, GradientTransform(0.01, 5.0)),
     "foresight": lambda max_workers: Foresight(0.9, max_workers),
     "foresight-fair": lambda max_workers: ForesightFair(0.9, max_workers),
+    "foresight, adamw": lambda max_workers: StepForesight(AdamW(weight_decay=0.01), max_workers),
+    "foresight, rmsprop": lambda max_workers: StepForesight(RmsProp(0.7), max_workers),
+    "foresight-fair, nesterov": lambda max_workers: StepForesight(Sgd(0.9, nesterov=True), max_workers, fair=True),
     "ahead": lambda max_workers: Ahead(Adam(), Adam(), max_workers),
     "foresight, limited": lambda max_workers: Foresight(0.9, max_workers, limit=StepLimit(max_workers)),
     "foresight-fair, limited": lambda max_workers: Averaged(

@@ -89,13 +89,18 @@ def make_aggregate(config: RunConfig) -> TrimmedMean | None:
 
 def make_optimizer(config: RunConfig, layout: Layout) -> Optimizer:
     """The optimizer that gradients are stepped with."""
-    from paceline.core.optimizers import Adam, AdamW, Lars, Sgd
+    from paceline.core.muon import Muon
+    from paceline.core.optimizers import Adam, AdamW, Lars, RmsProp, Sgd
 
     decay, clip, mask = config.weight_decay, config.clip, _decay_mask(layout) if config.weight_decay else None
+    beta1, beta2 = config.betas
     if config.optimizer in ("adam", "adamw"):
-        beta1, beta2 = config.betas
         kind = Adam if config.optimizer == "adam" else AdamW
         return kind((beta1, beta2), weight_decay=decay, clip=clip, decay_mask=mask)
+    if config.optimizer == "rmsprop":
+        return RmsProp(config.momentum, weight_decay=decay, clip=clip, decay_mask=mask)
+    if config.optimizer == "muon":
+        return Muon(layout, config.momentum, (beta1, beta2), weight_decay=decay, clip=clip, decay_mask=mask)
     if config.optimizer == "lars":
         return Lars(layout, config.momentum, weight_decay=decay, clip=clip, decay_mask=mask)
     return Sgd(config.momentum, nesterov=config.nesterov, weight_decay=decay, clip=clip, decay_mask=mask)

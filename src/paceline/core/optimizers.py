@@ -18,6 +18,36 @@ class Optimizer(Protocol):
     def step(self, weights: Tensor, state: State, gradient: Tensor, lr: Tensor) -> None: ...
 
 
+class RoundOptimizer(Optimizer, Protocol):
+    """An optimizer whose moments can decay by the round: a step that is a `share` of one takes decays to this power.
+
+    A gradient that stays the same moves the weights as far per step as with a share of 1.
+    """
+
+    def step(
+        self, weights: Tensor, state: State, gradient: Tensor, lr: Tensor, share: float | Tensor = 1.0
+    ) -> None: ...
+
+
+def _of_share(momentum: Tensor, share: float | Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    """The momentum of a step that is a share of a round, and the step length that moves as far as without a share."""
+    decay = momentum.double() ** share
+    return decay.to(momentum.dtype), (length * (1.0 - decay) / (1.0 - momentum.double())).to(momentum.dtype)
+
+
+def decay_towards(mean: Tensor, value: Tensor, decay: float | Tensor) -> None:
+    """mean = decay mean + (1 - decay) value"""
+    mean.lerp_(value, (1.0 - decay).to(mean.dtype) if isinstance(decay, Tensor) else 1.0 - decay)
+
+
+def decay_square(square: Tensor, gradient: Tensor, decay: float | Tensor) -> None:
+    """square = decay square + (1 - decay) gradient^2"""
+    if isinstance(decay, Tensor):
+        decay_towards(square, gradient * gradient, decay)
+    else:
+        square.mul_(decay).addcmul_(gradient, gradient, value=1.0 - decay)
+
+
 def clipped(gradient: Tensor, max_norm: float) -> Tensor:
     """Scale the gradient down to a Euclidean norm of at most `max_norm`.
 
@@ -56,6 +86,8 @@ class Sgd(GradientTransform):
     """Stochastic gradient descent with momentum, like torch.optim.SGD.
 
     v = momentum v + g;  weights -= lr v   (Nesterov: weights -= lr (g + momentum v))
+    With a share s of a round, the momentum is momentum^s, and lr is multiplied by (1 - momentum^s)/(1 - momentum).
+    Nesterov's difference to v then counts s times, as the newest gradient is of one worker.
     """
 
     def __init__(
@@ -77,13 +109,21 @@ class Sgd(GradientTransform):
         self.momentum = self.momentum.to(weights.device)
         return {"velocity": torch.zeros_like(weights)} if self._moving else {}
 
-    def step(self, weights: Tensor, state: State, gradient: Tensor, lr: Tensor) -> None:
+    def step(self, weights: Tensor, state: State, gradient: Tensor, lr: Tensor, share: float | Tensor = 1.0) -> None:
         if not self.changes_nothing:
             gradient = self.prepare(weights, gradient)
         if self._moving:
-            velocity = state["velocity"]
-            torch.addcmul(gradient, velocity, self.momentum, out=velocity)
-            gradient = torch.addcmul(gradient, velocity, self.momentum) if self.nesterov else velocity
+            velocity, momentum = state["velocity"], self.momentum
+            if isinstance(share, Tensor) or share != 1.0:
+                momentum, counts = _of_share(momentum, share, torch.ones_like(momentum))
+                torch.addcmul(gradient, velocity, momentum, out=velocity)
+                direction = velocity
+                if self.nesterov:
+                    direction = velocity + (torch.addcmul(gradient, velocity, momentum) - velocity) * share
+                gradient = (direction * counts).to(weights.dtype)
+            else:
+                torch.addcmul(gradient, velocity, momentum, out=velocity)
+                gradient = torch.addcmul(gradient, velocity, momentum) if self.nesterov else velocity
         weights.addcmul_(gradient, lr, value=-1.0)
 
 
@@ -112,14 +152,14 @@ class Adam(GradientTransform):
         count = torch.zeros((*weights.shape[:-1], 1), dtype=torch.float64, device=weights.device)
         return {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "count": count}
 
-    def step(self, weights: Tensor, state: State, gradient: Tensor, lr: Tensor) -> None:
+    def step(self, weights: Tensor, state: State, gradient: Tensor, lr: Tensor, share: float | Tensor = 1.0) -> None:
         if not self.changes_nothing:
             gradient = self.prepare(weights, gradient)
-        beta1, beta2 = self.betas
-        count, mean, square = state["count"], state["mean"], state["square"]
-        count += 1.0
-        mean.lerp_(gradient, 1.0 - beta1)
-        square.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
+        (beta1, beta2), count = self.betas, state["count"]
+        mean, square = state["mean"], state["square"]
+        count += share  # in rounds, so that beta^count is the product of all decays
+        decay_towards(mean, gradient, beta1**share)
+        decay_square(square, gradient, beta2**share)
         step = torch.sqrt(square, out=self._scratch)
         step.mul_((1.0 - beta2**count).rsqrt().to(weights.dtype)).add_(self.eps)
         torch.div(mean, step, out=step)
@@ -135,10 +175,54 @@ class AdamW(Adam):
     def prepare(self, weights: Tensor, gradient: Tensor) -> Tensor:
         return gradient if self.clip is None else clipped(gradient, self.clip)
 
-    def step(self, weights: Tensor, state: State, gradient: Tensor, lr: Tensor) -> None:
+    def step(self, weights: Tensor, state: State, gradient: Tensor, lr: Tensor, share: float | Tensor = 1.0) -> None:
         if self._decay is not None:
             weights.mul_(1.0 - lr * self._decay)
-        super().step(weights, state, gradient, lr)
+        super().step(weights, state, gradient, lr, share)
+
+
+class RmsProp(GradientTransform):
+    """RMSprop (Tieleman and Hinton 2012) with momentum, like torch.optim.RMSprop.
+
+    s = alpha s + (1 - alpha) g^2;  v = momentum v + g / (sqrt(s) + eps);  weights -= lr v
+    With a share of a round, s is scaled to grow from zero as it does alone, where the first steps are long enough.
+    """
+
+    def __init__(
+        self,
+        momentum: float = 0.0,
+        *,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        clip: float | None = None,
+        decay_mask: Tensor | None = None,
+    ) -> None:
+        super().__init__(weight_decay, clip, decay_mask)
+        self.momentum, self.alpha, self.eps = momentum, alpha, eps
+        self._scratch = torch.empty(0)
+
+    def start(self, weights: Tensor) -> State:
+        self.move_to(weights.device)
+        self._scratch = torch.empty_like(weights)
+        counts = torch.zeros((*weights.shape[:-1], 2), dtype=torch.float64, device=weights.device)
+        return {"square": torch.zeros_like(weights), "velocity": torch.zeros_like(weights), "counts": counts}
+
+    def step(self, weights: Tensor, state: State, gradient: Tensor, lr: Tensor, share: float | Tensor = 1.0) -> None:
+        """`counts` of the state holds the rounds and the updates so far."""
+        if not self.changes_nothing:
+            gradient = self.prepare(weights, gradient)
+        square, velocity, counts = state["square"], state["velocity"], state["counts"]
+        rounds, updates = counts[..., :1], counts[..., 1:]
+        rounds += share
+        updates += 1.0
+        decay_square(square, gradient, self.alpha**share)
+        grown = ((1.0 - self.alpha**updates) / (1.0 - self.alpha**rounds)).sqrt()
+        direction = torch.sqrt(square, out=self._scratch).mul_(grown.to(weights.dtype)).add_(self.eps)
+        torch.div(gradient, direction, out=direction)
+        decay = self.momentum**share
+        velocity.mul_(decay.to(weights.dtype) if isinstance(decay, Tensor) else decay).add_(direction)
+        weights.addcmul_(velocity, (lr * ((1.0 - decay) / (1.0 - self.momentum))).to(weights.dtype), value=-1.0)
 
 
 TRUST = 0.001
@@ -149,6 +233,7 @@ class Lars(GradientTransform):
 
     r = .001 |w| / (|g| + decay |w|) of each parameter; 1 if it has fewer than 2 axes (biases, norms) or is all zeros
     v = momentum v + lr r (g + decay w);  w -= v.  Reads the layout; gaps between parameters stay zero.
+    With a share s of a round: v decays by momentum^s, and what is added counts (1 - momentum^s)/(1 - momentum).
 
     >>> from paceline.interfaces import pack
     >>> layout = pack([("a", (1, 2), True)])
@@ -185,7 +270,7 @@ class Lars(GradientTransform):
         self._weight_decay, self._adapted = self._weight_decay.to(device), self._adapted.to(device)
         return {"velocity": torch.zeros_like(weights)}
 
-    def step(self, weights: Tensor, state: State, gradient: Tensor, lr: Tensor) -> None:
+    def step(self, weights: Tensor, state: State, gradient: Tensor, lr: Tensor, share: float | Tensor = 1.0) -> None:
         if self.clip is not None:
             gradient = clipped(gradient, self.clip)
         norms, slopes = self._norms(weights), self._norms(gradient)
@@ -193,8 +278,10 @@ class Lars(GradientTransform):
         ratios = torch.where((norms > 0) & self._adapted, found, 1.0)
         if self._decay is not None:
             gradient = torch.addcmul(gradient, weights, self._decay)
-        velocity = state["velocity"]
-        velocity.mul_(self.momentum).addcmul_(gradient, (ratios * lr).index_select(-1, self._owner))
+        velocity, decay = state["velocity"], self.momentum
+        if isinstance(share, Tensor) or share != 1.0:
+            decay, lr = _of_share(self.momentum, share, lr)
+        velocity.mul_(decay).addcmul_(gradient, (ratios * lr).index_select(-1, self._owner))
         weights.sub_(velocity)
 
     def _norms(self, flat: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ MODELS = {
     "transformer": "paceline.models.transformer:Transformer",
 }
 TEXT_MODELS = ("transformer",)  # models that read token ids; the others look at images
-OPTIMIZERS = {"sgd": 0.005, "adam": 0.001, "adamw": 0.001, "lars": 1.0}
+OPTIMIZERS = {"sgd": 0.005, "adam": 0.001, "adamw": 0.001, "rmsprop": 0.0001, "lars": 1.0, "muon": 0.001}
 SCHEDULES = {"constant": None, "exponential": 0.9, "cosine": None}
 AUTO_WARMUP = 0.05
 _NAMED = {

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from paceline.config import RunConfig, is_script, max_workers_of
 from paceline.errors import UserError
@@ -16,7 +16,7 @@ from paceline.settings.preprocessing import split_of
 from paceline.settings.strategies import require_feature, strategy_of
 
 if TYPE_CHECKING:
-    from paceline.core.optimizers import GradientTransform, Optimizer
+    from paceline.core.optimizers import GradientTransform, Optimizer, RoundOptimizer
     from paceline.interfaces import Rule
 
 SKEWED = 0.3  # from this distance on, the labels of workers count as skewed
@@ -54,10 +54,11 @@ def choose(workers: int, skew: float | None, optimizer: str, is_measured: bool =
 
     Measured on a validation split of Fashion-MNIST (docs/rules.md): foresight is best or level with the best at the
     user's lr and momentum. If labels are skewed, foresight-fair makes the data of slow workers count as much as that of
-    fast ones. Both replace the optimizer, and limit their steps by what they measure, if `is_measured`. Under another
-    optimizer (Nesterov's momentum is another), skewed labels need the cached gradients of `cached`.
+    fast ones. Both step with any built-in optimizer; with plain SGD they limit their steps by what they measure, if
+    `is_measured`. The optimizer of the user's own loop keeps its decays: `ahead` tries a step of it, and skewed labels
+    need the cached gradients of `cached`.
 
-    >>> [choose(workers, 0.9, optimizer).rule for workers, optimizer in ((10, "sgd"), (1, "sgd"), (4, "adam"))]
+    >>> [choose(workers, 0.9, optimizer).rule for workers, optimizer in ((10, "adam"), (1, "sgd"), (4, "script"))]
     ['foresight-fair', 'plain', 'cached']
     >>> choose(30, 0.0, "sgd").line(30)
     'rule auto: foresight (30 workers, labels spread evenly), steps limited by the curvature they meet'
@@ -69,11 +70,12 @@ def choose(workers: int, skew: float | None, optimizer: str, is_measured: bool =
     skewed = skew is None or skew >= SKEWED
     spread = "unknown" if skew is None else f"{skew:.0%} from the whole" if skewed else "spread evenly"
     why = f"{workers} workers, labels {spread}"
-    if optimizer == "sgd":
-        rule = "foresight-fair" if skewed else "foresight"
-        return RuleChoice(rule, 0 if is_measured else MAX_AT_FULL_STEP, why, is_measured)
-    even = "ahead" if optimizer == "script" else "plain"
-    return RuleChoice("cached" if skewed else even, MAX_AT_FULL_STEP, f"{why}, {optimizer} inside")
+    if optimizer == "script":
+        return RuleChoice("cached" if skewed else "ahead", MAX_AT_FULL_STEP, f"{why}, {optimizer} inside")
+    is_sgd = optimizer == "sgd"
+    is_limited, why = is_measured and is_sgd, why if is_sgd else f"{why}, {optimizer} inside"
+    rule = "foresight-fair" if skewed else "foresight"
+    return RuleChoice(rule, 0 if is_limited else MAX_AT_FULL_STEP, why, is_limited)
 
 
 PUBLISHED = ("plain", "plain-early")  # rules of published systems, which evaluate the live weights
@@ -87,6 +89,7 @@ class RuleTraits:
     letter: str = ""  # stands for the number behind the colon
     knows_workers: bool = False  # keeps a row for each worker, so it cannot step on the mean of a round
     steps_itself: bool = False  # brings its own momentum, so it takes no other optimizer
+    around_others: bool = False  # another form of it steps with any other built-in optimizer
     drops: bool = False
     sends_others: bool = False  # sends workers other weights than the live ones
     for_drifts: bool = False  # steps on the drifts of local steps only
@@ -112,8 +115,8 @@ RULES = {
     "delayed": RuleTraits("drifts as they come, momentum once a round", steps_itself=True, for_drifts=True),
     "ahead": RuleTraits("steps of two pushes, and weights after a step that is only tried", sends_others=True),
     "foresight-cached": _look_ahead("cached, and weights of the time a push counts"),
-    "foresight": _look_ahead("the newest gradient, and weights of the time a push counts"),
-    "foresight-fair": _look_ahead("foresight, every worker's data counting alike"),
+    "foresight": _look_ahead("the newest gradient, and weights of the time a push counts", around_others=True),
+    "foresight-fair": _look_ahead("foresight, every worker's data counting alike", around_others=True),
 }
 
 
@@ -156,15 +159,22 @@ def check_rule(config: RunConfig) -> None:
         require_feature(config, Feature.WORKER_RULE, asked)
     if traits.drops:
         require_feature(config, Feature.DROPPING_RULE, asked)
-    if not traits.steps_itself or strategy_of(config).is_local:
+    if not traits.steps_itself or strategy_of(config).is_local or steps_with_another(config):
         return
     if config.optimizer != "sgd":
+        instead = "cached" if config.optimizer == "script" else "foresight"
         raise UserError(
             f"rule {config.rule} brings its own momentum, which optimizer {config.optimizer} cannot replace: "
-            f"use --optimizer sgd, or --rule cached with {config.optimizer}"
+            f"use --optimizer sgd, or --rule {instead} with {config.optimizer}"
         )
     if config.nesterov:
         raise UserError(f"rule {config.rule} has its own momentum, and --nesterov another: leave out one of the two")
+
+
+def steps_with_another(config: RunConfig) -> bool:
+    """Whether a look-ahead rule steps with a built-in optimizer other than classical momentum, and keeps no rows."""
+    is_another = config.nesterov or config.optimizer not in ("sgd", "script")
+    return is_another and rule_of(config).traits.around_others
 
 
 def average_horizon(config: RunConfig) -> float | None:
@@ -195,7 +205,8 @@ def average_in_words(config: RunConfig) -> str:
 
 def rows_nbytes(config: RunConfig, num_floats: int) -> int:
     """Bytes that the per-worker rows of the rule take on the server."""
-    return 4 * num_floats * max_workers_of(config) if rule_of(config).traits.knows_workers else 0
+    keeps_rows = rule_of(config).traits.knows_workers and not steps_with_another(config)
+    return 4 * num_floats * max_workers_of(config) if keeps_rows else 0
 
 
 def chosen(config: RunConfig, skew: float | None) -> RuleChoice:
@@ -238,7 +249,7 @@ def build_rule(
         rule = LrScaling(rule, choice.most) if choice.most else rule
     elif strategy_of(config).is_local or rule_of(config).traits.for_drifts:
         rule = _on_drifts(config)
-    elif rule_of(config).traits.steps_itself:
+    elif rule_of(config).traits.steps_itself and not steps_with_another(config):
         rule = _stepping_itself(config, max_workers, prepared(), is_limited)
         rule = grouped(rule) if grouped is not None else rule
     else:
@@ -263,8 +274,16 @@ def _around(config: RunConfig, max_workers: int, make_optimizer: Callable[[], Op
     from paceline.core.rules.foresight import Ahead
     from paceline.core.rules.plain import Plain, ReplyBeforeApply
     from paceline.core.rules.staleness_aware import Compensated, Damped, Gap
+    from paceline.core.rules.step_foresight import StepForesight
 
     optimizer = make_optimizer()
+
+    def look_ahead(fair: bool) -> Rule:
+        known = cast("RoundOptimizer", optimizer)  # `check_rule` has refused those of own loops
+        if config.nesterov:
+            return StepForesight(known, max_workers, fair, ramp=0.0, holds_back=False)  # its steps do shrink
+        return StepForesight(known, max_workers, fair)
+
     rules: dict[str, Callable[[], Rule]] = {
         "plain": lambda: Plain(optimizer),
         "plain-early": lambda: ReplyBeforeApply(optimizer),
@@ -274,6 +293,8 @@ def _around(config: RunConfig, max_workers: int, make_optimizer: Callable[[], Op
         "compensated": lambda: Compensated(optimizer, max_workers),
         "cached": lambda: Cached(optimizer, max_workers),
         "ahead": lambda: Ahead(optimizer, make_optimizer(), max_workers),
+        "foresight": partial(look_ahead, fair=False),
+        "foresight-fair": partial(look_ahead, fair=True),
     }
     return rules[rule_of(config).name]()
 

@@ -14,6 +14,7 @@ from paceline.settings.strategies import strategy_of, why_not
 SKEWED_BELOW = 1.0  # A Dirichlet split with a smaller ALPHA leaves most workers without some of the labels
 GROUP_NORM = "-gn"  # ends the names of models with group norm instead of batch norm
 STARVING = ("damped", "gap", "ringmaster")  # rules that damp or drop the pushes of slow workers
+REMEMBERING = (*AUTOMATIC, "cached", "foresight", "foresight-fair")  # rules whose steps hold the pushes of all workers
 MIN_EXCHANGES = 30
 """With fewer exchanges in a run, local steps are averaged too rarely and an outer momentum cannot build up."""
 
@@ -103,12 +104,11 @@ def _starved(config: RunConfig) -> str | None:
 
 
 def _adam_on_skew(config: RunConfig) -> str | None:
-    if not config.optimizer.startswith("adam") or not is_skewed(config) or config.rule in ("cached", *AUTOMATIC):
+    if not config.optimizer.startswith("adam") or not is_skewed(config) or rule_of(config).name in REMEMBERING:
         return None
     return (
         f"{config.optimizer} with --split {config.split} and pushes applied one by one follows the labels of the "
-        "worker that pushed last: --rule cached steps along the gradients of all workers, or --optimizer sgd with "
-        "--rule auto looks ahead"
+        "worker that pushed last: --rule auto looks ahead, with moments over the pushes of several rounds"
     )
 
 

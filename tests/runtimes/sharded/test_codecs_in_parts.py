@@ -19,13 +19,13 @@ from paceline.config import RunConfig, to_dict
 from paceline.core.buffers import BufferSizes, WorkerBuffers
 from paceline.core.compression import PredecodedPushes
 from paceline.core.messages import Input, Join, Leave, Push, Reply, Stop
-from paceline.core.rules.sharded import ShardedRule
 from paceline.core.schedules import Budget
 from paceline.core.server import Exchange, Server, restore_server, server_facts
 from paceline.interfaces import pack
 from paceline.runtimes.sharded.client import _ShardConnection
 from paceline.runtimes.sharded.orders import at_work, is_finite, poison, sent_to
 from paceline.runtimes.sharded.shard import make_part
+from paceline.runtimes.sharded.sharded_rule import ShardedRule
 from paceline.runtimes.sharded.spans import SpanCodecs, coding_of, grain_of, part_of, spans_of
 from paceline.settings.resolve import resolve
 from tests.support.rings import long_but

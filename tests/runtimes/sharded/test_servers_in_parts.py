@@ -18,12 +18,12 @@ from paceline.assembly.run import make_roster
 from paceline.config import RunConfig, to_dict
 from paceline.core.buffers import BufferSizes, WorkerBuffers
 from paceline.core.messages import Input, Join, Leave, Push, Reply, Resume, Stop
-from paceline.core.rules.sharded import ShardedRule
 from paceline.core.schedules import Budget
 from paceline.core.server import Server, restore_server, server_facts
 from paceline.interfaces import pack
 from paceline.runtimes.sharded.orders import from_words, is_finite, poison, to_words
 from paceline.runtimes.sharded.shard import make_part
+from paceline.runtimes.sharded.sharded_rule import ShardedRule
 from paceline.runtimes.sharded.spans import part_of, spans_of
 from paceline.settings.resolve import resolve
 from paceline.settings.rules import RULES
@@ -173,6 +173,8 @@ SETTINGS = {
     "sgd": {"strategy": "sync", "rule": "plain", "weight_decay": 0.01},
     "nesterov": {"strategy": "async", "rule": "plain", "nesterov": True},
     "adam": {"strategy": "async", "rule": "plain", "optimizer": "adam", "average": "on", "weight_decay": 0.01},
+    "adamw ahead": {"strategy": "async", "rule": "foresight", "optimizer": "adamw", "weight_decay": 0.01},
+    "rmsprop ahead": {"strategy": "async", "rule": "foresight-fair", "optimizer": "rmsprop", "average": "on"},
     "adam in rounds": {"strategy": "backup:1", "rule": "plain", "optimizer": "adam", "average": "20"},
     "bounded": {"strategy": "bounded:1", "rule": "auto-counted", "schedule": "cosine", "warmup": 0.2},
     "elastic": {"strategy": "async", "rule": "auto-counted", "max_workers": 4},

@@ -50,6 +50,7 @@ def test_the_layouts_of_the_parts_name_every_parameter_where_it_lies(
         ({"clip": 1.0}, "--clip 1"),
         ({"workers": 4}, "--rule auto measures its steps on all of them: use --rule auto-counted"),
         ({"optimizer": "lars", "rule": "plain"}, "lars"),
+        ({"optimizer": "muon"}, "muon needs whole matrices"),
     ],
 )
 def test_what_needs_all_weights_is_refused(values: dict[str, object], word: str) -> None:

@@ -19,12 +19,12 @@ from paceline.assembly.cpu_sharing import server_threads
 from paceline.config import to_dict
 from paceline.core.compression import PredecodedPushes
 from paceline.core.messages import Input
-from paceline.core.rules.sharded import ShardedRule
 from paceline.core.server import server_facts
 from paceline.errors import ProtocolError, RunFailed, ServerLost, UserError
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.sharded.channel import FILLED, Message, ShardChannel
 from paceline.runtimes.sharded.orders import sent_to, tensors_of, to_words
+from paceline.runtimes.sharded.sharded_rule import ShardedRule
 from paceline.runtimes.sharded.spans import coding_of, grain_of, part_of, spans_of
 from paceline.system.environment import package_version
 from paceline.transports.connection import ANYWHERE, format_address, is_loopback, parse_address

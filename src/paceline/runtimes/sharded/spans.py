@@ -34,11 +34,13 @@ def require_cuttable(config: RunConfig, servers: int) -> None:
         known = ", ".join(name for name, traits in CODECS.items() if traits.by_range)
         raise UserError(f"{divided} --pull-codec {pull} looks at all of them at once: use one of {known}")
     if strategy_of(config).is_local:
-        return  # clipping and lars happen inside the workers
+        return  # clipping, lars and muon happen inside the workers
     if config.clip is not None:
         raise UserError(f"{divided} --clip {config.clip:g} needs the norm of all of them: leave out one of the two")
-    if config.optimizer == "lars":
-        raise UserError(f"{divided} lars needs the norm of each layer: leave out one, or use --optimizer sgd")
+    whole = {"lars": ("the norm of each layer", "sgd"), "muon": ("whole matrices", "adamw")}
+    if config.optimizer in whole:
+        needed, instead = whole[config.optimizer]
+        raise UserError(f"{divided} {config.optimizer} needs {needed}: leave out one, or use --optimizer {instead}")
     if config.rule == "auto" and chosen(config, None).is_measured:
         raise UserError(f"{divided} --rule auto measures its steps on all of them: use --rule auto-counted")
 
