@@ -88,7 +88,7 @@ class RunConfig:
     image_size: int = _data(224, "width and height of the images of imagenet, in pixels", _at_least_one)
     model: str = _model(
         "lenet5",
-        "lenet5, cnn, resnet18, resnet34, resnet50 or resnet101 (with -gn: group norm instead of batch norm), "
+        "lenet5, cnn, resnet20, resnet18, resnet34, resnet50 or resnet101 (with -gn: group norm instead of batch norm), "
         "inception-28-small, inception-bn, or transformer (for text)",
     )
     task: str | None = _model(

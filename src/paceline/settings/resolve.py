@@ -47,6 +47,8 @@ SCRIPT_MAY_DECIDE = (*OF_OPTIMIZER, "epochs", "epoch_mode")
 MODELS = {
     "lenet5": "paceline.models.lenet:LeNet5",
     "cnn": "paceline.models.cnn:Cnn",
+    "resnet20": "paceline.models.resnet20:ResNet20",
+    "resnet20-gn": "paceline.models.resnet20:resnet20_gn",
     "resnet18": "paceline.models.resnet:resnet18",
     "resnet34": "paceline.models.resnet:resnet34",
     "resnet50": "paceline.models.resnet:resnet50",
