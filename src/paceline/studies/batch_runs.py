@@ -196,10 +196,11 @@ def _same_data(configs: list[RunConfig]) -> Iterable[list[RunConfig]]:
 def _write_run(finished: LabResult, facts: dict[str, Any]) -> None:
     """Write a lab run's folder; the result file comes last."""
     folder = RunFolder.create(finished.config)
-    tensors = {name: view.clone() for name, view in finished.layout.views(finished.weights).items()}
+    tensors = {name: view.clone() for name, view in finished.layout.views(finished.weights).items()} | finished.buffers
     write_atomically(folder.weights_file, seal_weights(save(tensors)))
     if not torch.equal(finished.weights, finished.live):
         live = {name: view.clone() for name, view in finished.layout.views(finished.live).items()}
+        live |= finished.live_buffers
         write_atomically(folder.live_weights_file, seal_weights(save(live)))
     extra = {
         "weights_sha256": weights_sha256(tensors),

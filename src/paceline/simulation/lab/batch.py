@@ -21,10 +21,12 @@ from paceline.core.rules.wrapper import RuleWrapper
 from paceline.core.server import RECOMPUTE_EVERY
 from paceline.interfaces import Arrival, Layout, Rule
 from paceline.randomness import mix64_array
+from paceline.settings.preprocessing import ways_of
 from paceline.simulation.lab.arrival_order import NO_WORKER, ArrivalOrder
 from paceline.simulation.lab.gradients import gradients_for
 from paceline.simulation.lab.inputs import BatchInputs, Gradients, Images, RunInputs
 from paceline.simulation.lab.models import DROPOUT_LAYERS
+from paceline.tasks.augmentation import PURPOSE
 
 WARM_UP = 3
 LENGTH_TOLERANCE = 0.05  # runs whose lengths differ by at most this share end together
@@ -87,11 +89,14 @@ class RunBatch:
         columns = [(one.staleness, one.lr, one.num_live, one.present) for one in traces]
         numbers = [np.stack([column[span] for column in each], 1) for each in columns]
         self._numbers = stacked(numbers, torch.float32)
-        keys = []
-        for layer in DROPOUT_LAYERS[rows[0].config.model]:
-            found = [_wide(mix64_array(row.feed.keys[span], layer).astype(np.int64), pushes) for row in rows]
+
+        def halves(purpose: int) -> tuple[Tensor, Tensor]:
+            found = [_wide(mix64_array(row.feed.keys[span], purpose).astype(np.int64), pushes) for row in rows]
             both = stacked(found, torch.int64)
-            keys.append((both.to(torch.int32), (both >> 32).to(torch.int32)))
+            return both.to(torch.int32), (both >> 32).to(torch.int32)
+
+        config = rows[0].config
+        keys, ways = [halves(layer) for layer in DROPOUT_LAYERS[config.model]], ways_of(config)
         self._base = torch.arange(len(rows), device=device) * self.max_workers
         self._worker: Tensor | None = None
         owner, self._released = torch.arange(len(rows), device=device)[None], []
@@ -107,7 +112,8 @@ class RunBatch:
         at = torch.zeros(1, dtype=torch.int64, device=device)
         samples = stacked([_wide(row.feed.samples[span], pushes) for row in rows], torch.int32).flatten(2)
         weights = stacked([_wide(row.feed.weights[span], pushes) for row in rows], torch.float32).flatten(2)
-        return BatchInputs(self.data, at, samples, weights, keys, owner, self.held, rows[0].config.batch_size)
+        choices = halves(PURPOSE) if ways else None
+        return BatchInputs(self.data, at, samples, weights, keys, owner, self.held, config.batch_size, ways, choices)
 
     def _find_stops(self) -> dict[int, list[tuple[int, int]]]:
         """Return the updates after which a worker leaves (run, worker) or a run ends (run, NO_WORKER)."""

@@ -19,9 +19,9 @@ from paceline.runs.result import summarise
 from paceline.settings.preprocessing import ways_of
 from paceline.settings.strategies import strategy_of
 from paceline.simulation.lab.batch import RunBatch
-from paceline.simulation.lab.evaluation import ALL_PARTS, scores_of
+from paceline.simulation.lab.evaluation import ALL_PARTS, Statistics, buffers_of, estimated, scores_of
 from paceline.simulation.lab.inputs import Images
-from paceline.simulation.lab.models import BATCHED
+from paceline.simulation.lab.models import AUGMENTED, BATCHED
 from paceline.simulation.lab.packing import available_memory, group_rows, memory_of, split_to_fit
 from paceline.simulation.lab.trace_pool import traced
 from paceline.system.subnormals import flush_subnormals
@@ -37,6 +37,8 @@ class LabResult:
     weights: Tensor  # the evaluated weights
     live: Tensor
     layout: Layout
+    buffers: dict[str, Tensor]  # running statistics of the evaluated weights, by their names in the model
+    live_buffers: dict[str, Tensor]
 
 
 CHUNK = 40  # updates that a batch of runs queues before the next batch's turn
@@ -83,15 +85,12 @@ def images_of(dataset: Dataset, train: bool, device: torch.device) -> Images:
 def check_rows(configs: list[RunConfig]) -> None:
     """Raise UserError if the lab does not support a config."""
     for config in configs:
-        if config.model not in BATCHED or config.task is not None:
-            raise UserError(f"the lab trains {' and '.join(BATCHED)}, not {config.task or config.model}")
+        _check_model(config)
         if strategy_of(config).is_local or config.eval_every is not None or config.faults is not None:
             lacks = "no local steps, no --eval-every and no --faults"
             raise UserError(f"the lab has {lacks} ({config.strategy} given): use 'paceline simulate'")
         if config.max_seconds is not None:
             raise UserError("the lab has no --max-seconds: leave it out, or use 'paceline simulate'")
-        if ways_of(config) or config.dataset == "imagenet":
-            raise UserError(f"the lab does not transform images: leave out --augment, or --dataset {config.dataset}")
         if config.codec is not None or config.pull_codec is not None:
             raise UserError("the lab has no codecs: use 'paceline simulate', which computes on the CPU")
         if config.aggregate is not None or config.robust:
@@ -102,6 +101,16 @@ def check_rows(configs: list[RunConfig]) -> None:
             raise UserError("the lab keeps no snapshots: leave out --snapshots")
         if config.precision != "fp32" or config.compile or config.capture or config.accumulate > 1:
             raise UserError("the lab has a fixed step: leave out --precision, --compile, --capture and --accumulate")
+
+
+def _check_model(config: RunConfig) -> None:
+    """Raise UserError if the lab cannot train the config's model on its data."""
+    if config.model not in BATCHED or config.task is not None:
+        raise UserError(f"the lab trains {', '.join(BATCHED)}, not {config.task or config.model}")
+    if config.dataset == "imagenet":
+        raise UserError("the lab does not decode images: use --dataset cifar10")
+    if ways_of(config) and config.model not in AUGMENTED:
+        raise UserError(f"the lab augments the images of {' and '.join(AUGMENTED)} only: add --augment none")
 
 
 def run_rows(
@@ -153,7 +162,8 @@ def run_rows(
 
 
 def _results(batch: RunBatch, train: Images, test: Images, parts: Sequence[str], seconds: float) -> Iterator[LabResult]:
-    for number, scores in scores_of(batch, train, test, parts).items():
+    statistics = {number: _statistics_of(batch, number, train) for number in batch.ended}
+    for number, scores in scores_of(batch, statistics, train, test, parts).items():
         row, (evaluated, live) = batch.rows[number], batch.final[number]
         finite = bool(torch.isfinite(evaluated).all())
         result = summarise(row.config, row.trace.server, row.trace.virtual_seconds, scores if finite else {})
@@ -163,4 +173,12 @@ def _results(batch: RunBatch, train: Images, test: Images, parts: Sequence[str],
         status = "diverged" if not finite else COLLAPSED if why is not None else "finished"
         result |= {"status": status, "reason": why, "lab_seconds": round(seconds, 3)}
         result["rule_applied"] = batch.rule.name  # the arrival order was simulated without weights
-        yield LabResult(row.config, result, evaluated.cpu(), live.cpu(), batch.layout)
+        buffers = (buffers_of(row.config.model, each) for each in statistics[number])
+        yield LabResult(row.config, result, evaluated.cpu(), live.cpu(), batch.layout, *buffers)
+
+
+def _statistics_of(batch: RunBatch, number: int, train: Images) -> tuple[Statistics, Statistics]:
+    """Return the running statistics of a finished run's evaluated and live weights."""
+    (evaluated, live), config = batch.final[number], batch.rows[number].config
+    found = estimated(config, batch.layout, evaluated, train)
+    return found, found if torch.equal(evaluated, live) else estimated(config, batch.layout, live, train)
