@@ -156,7 +156,7 @@ def _gamma_distribution(arguments: list[str]) -> StepTimeDistribution:
 
 def _small(spread: float) -> float:
     if not 0.0 <= spread <= MAX_SPREAD:
-        raise UserError(f"a spread of {spread:g} times the mean is too large (at most {MAX_SPREAD:g})")
+        raise UserError(f"a spread of {spread:g} times the mean is not between 0 and {MAX_SPREAD:g}")
     return spread
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from paceline.simulation.lab.evaluation import ALL_PARTS, Statistics, buffers_of
 from paceline.simulation.lab.inputs import Images
 from paceline.simulation.lab.models import AUGMENTED, BATCHED
 from paceline.simulation.lab.packing import available_memory, group_rows, memory_of, split_to_fit
+from paceline.simulation.lab.saved_state import restore_batches, save_batches
 from paceline.simulation.lab.trace_pool import traced
 from paceline.system.subnormals import flush_subnormals
 from paceline.system.terminal import seconds_text
@@ -58,6 +61,7 @@ class LabTimes:
     num_kinds: int = 0  # fewer than batches if the device has too little memory for all runs of a kind at once
     gradients: int = 0
     longest: int = 0  # updates of the longest run, which are sequential
+    num_left: int = 0  # runs that have not ended because the time was up
 
     def line(self) -> str:
         """Return the times as one line."""
@@ -113,6 +117,18 @@ def _check_model(config: RunConfig) -> None:
         raise UserError(f"the lab augments the images of {' and '.join(AUGMENTED)} only: add --augment none")
 
 
+@dataclass(frozen=True)
+class Pause:
+    """Where the state of unfinished runs is kept, and when to save it and stop, if at all."""
+
+    folder: Path
+    at: float = math.inf  # a time of `perf_counter`
+
+    @property
+    def is_due(self) -> bool:
+        return time.perf_counter() >= self.at
+
+
 def run_rows(
     configs: list[RunConfig],
     dataset: Dataset,
@@ -120,8 +136,12 @@ def run_rows(
     progress: Progress,
     spent: LabTimes | None = None,
     parts: Sequence[str] = ALL_PARTS,
+    pause: Pause | None = None,
 ) -> Iterator[LabResult]:
-    """Train all configs, batch by batch in turns, and yield each result as soon as its run ends."""
+    """Train all configs, batch by batch in turns, and yield each result as soon as its run ends.
+
+    With `pause`, go on from the state that an earlier call has kept, and keep it again when the time is up.
+    """
     check_rows(configs)
     flush_subnormals()
     spent = spent or LabTimes()
@@ -130,15 +150,18 @@ def run_rows(
     train, test = images_of(dataset, True, device), images_of(dataset, False, device)
     began = time.perf_counter()
     rows = traced(configs, dataset, progress)
-    total, done = sum(row.trace.workers.size for row in rows), 0
+    total = sum(row.trace.workers.size for row in rows)
     started, scoring = time.perf_counter(), 0.0
     spent.tracing += started - began
     spent.num_rows += len(rows)
     spent.longest = max(spent.longest, *(len(row.trace) for row in rows))
-    room, kinds = available_memory(device), group_rows(rows)
+    room = available_memory(device)
+    active, fresh = restore_batches(pause.folder, rows, train) if pause is not None else ([], rows)
+    kinds = group_rows(fresh)
     waiting = split_to_fit(kinds, room, device)
-    spent.num_kinds, spent.num_batches = spent.num_kinds + len(kinds), spent.num_batches + len(waiting)
-    active: list[RunBatch] = []
+    spent.num_kinds += len(kinds) + len(active)
+    spent.num_batches += len(waiting) + len(active)
+    before = done = sum(batch.gradients_done for batch in active)
     while active or waiting:
         taken = sum(memory_of(batch.rows, device) for batch in active)
         while waiting and (not active or taken + memory_of(waiting[0], device) <= room):
@@ -154,9 +177,14 @@ def run_rows(
                 found = list(_results(batch, train, test, parts, paused - began))
                 scoring += time.perf_counter() - paused
                 yield from found
+        if pause is not None and pause.is_due:
+            break
         if not ready:
             time.sleep(POLL)
-    spent.gradients += total
+    if pause is not None:
+        save_batches(active, rows, pause.folder)
+    spent.num_left += sum(len(batch.rows) for batch in active) + sum(map(len, waiting))
+    spent.gradients += done - before
     spent.scoring += scoring
     spent.training += time.perf_counter() - started - scoring
 

@@ -85,7 +85,7 @@ def convolve(
     x += (g.to(tl.int64) * B * H * W) * C
     w += (g // pushes) * w_row + offset
     total = tl.zeros((BP, O), tl.float32)
-    for tap in tl.static_range(9):
+    for tap in range(9):
         iy, ix = top + tap // 3, left + tap % 3
         inside = ok & (iy >= 0) & (iy < H) & (ix >= 0) & (ix < W)
         values = tl.load(x + (((s * H + iy) * W + ix) * C)[:, None] + c[None, :], mask=inside[:, None], other=0.0)
@@ -170,7 +170,7 @@ def begin_backward(
     o = tl.arange(0, O)
     there = (g.to(tl.int64) * B * POSITIONS + place)[:, None] * O + o[None, :]
     value = tl.load(flow + (g * B + place // POSITIONS)[:, None] * O + o[None, :], mask=ok, other=0.0) / POSITIONS
-    value = tl.where(tl.load(a + there, mask=ok, other=0.0) > 0.0, value, 0.0)
+    value = tl.where(tl.load(a + there, mask=ok, other=0.0).to(tl.float32) > 0.0, value, 0.0)
     rounded = value.to(out.dtype.element_ty)
     tl.store(out + there, rounded, mask=ok)
     value = rounded.to(tl.float32)
@@ -278,7 +278,7 @@ def input_gradient(
     first = g.to(tl.int64) * B * OH * OW * O
     w += (g // pushes) * w_row + offset
     total = tl.zeros((BP, C), tl.float32)
-    for tap in tl.static_range(9):
+    for tap in range(9):
         down, right = iy + 1 - tap // 3, ix + 1 - tap % 3
         inside = ok & (down >= 0) & (right >= 0)
         if STRIDE == 2:
@@ -296,7 +296,7 @@ def input_gradient(
         even = ok & (iy % 2 == 0) & (ix % 2 == 0)
         above = first + (((s * OH + iy // 2) * OW + ix // 2) * O + C // 2)[:, None] + c[None, :]
         total += tl.load(shortcut + above, mask=even[:, None], other=0.0).to(tl.float32)
-    total = tl.where(tl.load(a + there, mask=ok[:, None], other=0.0) > 0.0, total, 0.0)
+    total = tl.where(tl.load(a + there, mask=ok[:, None], other=0.0).to(tl.float32) > 0.0, total, 0.0)
     rounded = total.to(out.dtype.element_ty)
     tl.store(out + there, rounded, mask=ok[:, None])
     value = rounded.to(tl.float32)

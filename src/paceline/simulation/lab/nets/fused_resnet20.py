@@ -19,6 +19,8 @@ from paceline.simulation.lab.nets.layers import EPSILON
 from paceline.simulation.lab.nets.resnet20 import block_shapes
 
 PROGRAMS = 1056  # programs that fill a large GPU: eight for each of 132 multiprocessors
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Types of stored activations, by precision; the others are precisions of products of float32."""
 STEM_CHANNELS = 16  # colours, filled up with zeros to what a matrix product takes
 TAPS = 9
 ELEMENTWISE = 4096  # values of one program
@@ -85,8 +87,8 @@ class FusedResNet20:
         self, inputs: BatchInputs, layout: Layout, gradient: Tensor, losses: Tensor, precision: str = "bf16"
     ) -> None:
         self.inputs, self.gradient, self.losses = inputs, gradient, losses
-        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        self.precision = "ieee" if precision == "ieee" else "tf32"
+        self.dtype = HALF.get(precision, torch.float32)
+        self.precision = "tf32" if precision in HALF else precision
         _, self.runs, samples = inputs.samples.shape
         self.batch = inputs.batch
         self.pushes, self.groups = samples // self.batch, self.runs * (samples // self.batch)
