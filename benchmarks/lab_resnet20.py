@@ -30,7 +30,7 @@ from paceline.simulation.lab import run as lab
 from paceline.simulation.lab.gradients import Autograd
 from paceline.simulation.lab.inputs import BatchInputs, Images
 from paceline.simulation.lab.nets import fused_resnet20
-from paceline.simulation.lab.nets.fused_resnet20 import FusedResNet20, Tile
+from paceline.simulation.lab.nets.fused_resnet20 import BlockTile, FusedResNet20
 from paceline.simulation.lab.run import LabTimes, Pause, run_rows
 
 UPDATES_OF_A_RUN = 62_560  # 160 epochs of 391 batches
@@ -122,17 +122,26 @@ def where() -> None:
         print(f"  {100 * time_of / sum(spent.values()):5.1f} %  {time_of:8.1f} us  {name}")
 
 
-TILES = (Tile(64), Tile(128), Tile(128, 8), Tile(256, 8), Tile(256, 4), Tile(128, 4, 2), Tile(128, 4, 4))
+SHAPES = ((64, 4), (128, 4), (128, 8), (256, 8), (256, 4), (128, 4, 2), (128, 4, 4))
+"""Positions, warps and perhaps stages."""
+    BlockTile(64),
+    BlockTile(128),
+    BlockTile(128, 8),
+    BlockTile(256, 8),
+    BlockTile(256, 4),
+    BlockTile(128, 4, 2),
+    BlockTile(128, 4, 4),
+)
 
 
 def tiles() -> None:
     """Time an update of 12 runs with other tiles, one table at a time."""
     inputs, layout = some_inputs(12, 1, 128)
     for name in ("FORWARD", "TO_INPUTS", "TO_WEIGHTS"):
-        table: dict[int, Tile] = getattr(fused_resnet20, name)
+        table: dict[int, BlockTile] = getattr(fused_resnet20, name)
         for width in (16, 32, 64):
             usual, found = table[width], []
-            for tile in TILES:
+            for tile in (BlockTile(*shape) for shape in SHAPES):
                 table[width] = tile
                 try:
                     find, *_ = fused(inputs, layout, "bf16")

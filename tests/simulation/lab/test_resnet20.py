@@ -19,7 +19,7 @@ from paceline.simulation.lab.batch import RunBatch
 from paceline.simulation.lab.evaluation import buffers_of, estimated
 from paceline.simulation.lab.run import LabResult, LabTimes, Pause, images_of, run_rows
 from tests.conftest import MakeDataset
-from tests.simulation.lab.test_batch import row_of, silent, simulated_server
+from tests.support.lab_runs import row_of, silent, simulated_server
 
 CPU = torch.device("cpu")
 SETTINGS = RunConfig(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from paceline.errors import UserError
 from paceline.runs.durable_files import write_atomically
 from paceline.simulation.lab.batch import LabRun, RunBatch
 from paceline.simulation.lab.inputs import Images
+from paceline.system.strict_json import from_json, to_json
 
 PATTERN = "batch-*.safetensors"
 _ANY = RunConfig()
@@ -37,7 +37,7 @@ def save_batches(batches: Sequence[RunBatch], rows: Sequence[LabRun], folder: Pa
     known, written = {identity_of(row) for row in rows}, set()
     for batch in batches:
         names = [identity_of(row) for row in batch.rows]
-        about = {"runs": json.dumps(names), "begin": f"{batch.begin}", "done": f"{batch.done}"}
+        about = {"runs": to_json(names), "begin": f"{batch.begin}", "done": f"{batch.done}"}
         digest = hashlib.sha256("".join([*names, f"{batch.begin + batch.done}"]).encode()).hexdigest()
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / PATTERN.replace("*", digest[:16])
@@ -55,7 +55,7 @@ def _read(path: Path) -> tuple[list[str], dict[str, str], dict[str, Tensor]]:
         with safe_open(path, "pt") as file:
             about: dict[str, str] = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return json.loads(about["runs"]), about, tensors
+        return from_json(about["runs"]), about, tensors
     except Exception as error:  # the library has errors of its own
         raise UserError(f"{path} is damaged ({error}): remove it to start its runs again") from None
 

@@ -27,7 +27,7 @@ ELEMENTWISE = 4096  # values of one program
 SUMMED = 8192  # sums that one program adds at once
 
 
-class Tile(NamedTuple):
+class BlockTile(NamedTuple):
     """Positions of one program, its warps and its pipeline stages."""
 
     positions: int
@@ -35,16 +35,16 @@ class Tile(NamedTuple):
     stages: int = 3
 
 
-FORWARD = {16: Tile(256, 8), 32: Tile(128), 64: Tile(128)}
+FORWARD = {16: BlockTile(256, 8), 32: BlockTile(128), 64: BlockTile(128)}
 """Tiles of a convolution by its outputs."""
-TO_INPUTS = {16: Tile(256, 8), 32: Tile(128), 64: Tile(128)}
+TO_INPUTS = {16: BlockTile(256, 8), 32: BlockTile(128), 64: BlockTile(128)}
 """Tiles of the gradient of its inputs, by these."""
-TO_WEIGHTS = {16: Tile(128), 32: Tile(128), 64: Tile(64)}
+TO_WEIGHTS = {16: BlockTile(128), 32: BlockTile(128), 64: BlockTile(64)}
 WEIGHT_ROWS = 64
 
 
 @dataclass(eq=False)
-class Layer:
+class NormedConvolution:
     """One convolution and its norm: its shape, its places in flat vectors, its outputs before and after the norm."""
 
     name: str
@@ -105,7 +105,7 @@ class FusedResNet20:
     def _values(self, *shape: int) -> Tensor:
         return torch.empty(self.groups, self.batch, *shape, device=self.device, dtype=self.dtype)
 
-    def _make_layers(self, height: int, width: int) -> Iterator[Layer]:
+    def _make_layers(self, height: int, width: int) -> Iterator[NormedConvolution]:
         rows = [("stem", STEM_CHANNELS, 16, 1, 0)]
         for block in block_shapes():
             rows.append((f"{block.name}.conv1", block.inputs, block.width, block.stride, 0))
@@ -115,7 +115,7 @@ class FusedResNet20:
             at = self.places
             places = at[f"{name}.conv.weight"], at[f"{name}.norm.weight"], at[f"{name}.norm.bias"]
             real = self.colours if name == "stem" else channels
-            layer = Layer(
+            layer = NormedConvolution(
                 name, height, width, channels, outputs, stride, below, offset, statistics, *places, real, shortcut
             )
             height, width = layer.out
@@ -171,10 +171,10 @@ class FusedResNet20:
     def _blocks(self, positions: int, tile: int) -> int:
         return -(-self.batch * positions // tile)
 
-    def _back_blocks(self, one: Layer) -> int:
+    def _back_blocks(self, one: NormedConvolution) -> int:
         return self._blocks(one.height * one.width, TO_INPUTS[one.inputs].positions)
 
-    def _splits(self, one: Layer) -> int:
+    def _splits(self, one: NormedConvolution) -> int:
         rows = -(-TAPS * one.inputs // WEIGHT_ROWS)
         most = max(1, self.batch * one.positions // (4 * TO_WEIGHTS[one.outputs].positions))
         return max(1, min(most, PROGRAMS // (rows * self.groups)))
@@ -208,7 +208,7 @@ class FusedResNet20:
             MIRROR="mirror" in ways, BP=256,
         )  # fmt: skip
 
-    def _forward(self, one: Layer, shortcut: Tensor) -> None:
+    def _forward(self, one: NormedConvolution, shortcut: Tensor) -> None:
         at_row, tile = self.groups, FORWARD[one.outputs]
         blocks = self._blocks(one.positions, tile.positions)
         residual.convolve[(blocks, self.groups)](
@@ -261,7 +261,7 @@ class FusedResNet20:
             above, inner, below = below, above, inner
         self._norm_and_weights(self.layers[0], above, blocks)
 
-    def _norm_and_weights(self, one: Layer, flow: Tensor, blocks: int) -> None:
+    def _norm_and_weights(self, one: NormedConvolution, flow: Tensor, blocks: int) -> None:
         """Compute the gradients of a layer's norm and weights from `flow`, summed in `blocks` blocks."""
         at_row, positions = self.groups, ELEMENTWISE // one.outputs
         residual.norm_gradient[(1, self.groups)](
@@ -286,7 +286,14 @@ class FusedResNet20:
         )
 
     def _through(
-        self, one: Layer, flow: Tensor, blocks: int, below: Layer, out: Tensor, shortcut: Tensor | None, stride: int
+        self,
+        one: NormedConvolution,
+        flow: Tensor,
+        blocks: int,
+        below: NormedConvolution,
+        out: Tensor,
+        shortcut: Tensor | None,
+        stride: int,
     ) -> int:
         """Carry `flow` to the outputs of the layer below, and return in how many blocks it is summed."""
         self._norm_and_weights(one, flow, blocks)
