@@ -124,14 +124,6 @@ def where() -> None:
 
 SHAPES = ((64, 4), (128, 4), (128, 8), (256, 8), (256, 4), (128, 4, 2), (128, 4, 4))
 """Positions, warps and perhaps stages."""
-    BlockTile(64),
-    BlockTile(128),
-    BlockTile(128, 8),
-    BlockTile(256, 8),
-    BlockTile(256, 4),
-    BlockTile(128, 4, 2),
-    BlockTile(128, 4, 4),
-)
 
 
 def tiles() -> None:
