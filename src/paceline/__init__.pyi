@@ -111,7 +111,7 @@ def train(
     augment: augment images: crop, mirror, crop,mirror or none (auto: both for cifar10, imagenet)
     max_length: maximum number of words of a sentence
     image_size: width and height of the images of imagenet, in pixels
-    model: lenet5, cnn, resnet18, resnet34, resnet50 or resnet101 (with -gn: group norm instead of batch norm),
+    model: lenet5, cnn, resnet20, resnet18, resnet34, resnet50 or resnet101 (with -gn: group norm, not batch norm),
         inception-28-small, inception-bn, or transformer (for text)
     task: your own task instead of model and dataset: MODULE:FUNCTION or FILE.py:FUNCTION
     weights: begin from the weights in this safetensors file, such as weights.safetensors of a run
@@ -146,7 +146,7 @@ def train(
     betas: betas of adam, adamw and muon's adamw
     weight_decay: weight decay added to the gradient (adamw, muon: to steps)
     clip: maximum gradient norm; scale larger gradients down
-    schedule: learning rate schedule: constant, cosine or exponential[:FACTOR per epoch]
+    schedule: lr schedule: constant, cosine, exponential[:FACTOR] or steps:80,120 (/ 10)
     warmup: fraction of the run over which lr grows from 0
     scale_lr: multiply lr: none, auto (by the pushes that one update averages) or a factor
     batch_size: samples in one batch of one worker

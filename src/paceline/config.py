@@ -88,7 +88,7 @@ class RunConfig:
     image_size: int = _data(224, "width and height of the images of imagenet, in pixels", _at_least_one)
     model: str = _model(
         "lenet5",
-        "lenet5, cnn, resnet18, resnet34, resnet50 or resnet101 (with -gn: group norm instead of batch norm), "
+        "lenet5, cnn, resnet20, resnet18, resnet34, resnet50 or resnet101 (with -gn: group norm, not batch norm), "
         "inception-28-small, inception-bn, or transformer (for text)",
     )
     task: str | None = _model(
@@ -163,7 +163,7 @@ class RunConfig:
     betas: list[float] = _optimizer([0.9, 0.999], "betas of adam, adamw and muon's adamw", _betas, metavar="B1,B2")
     weight_decay: float = _optimizer(0.0, "weight decay added to the gradient (adamw, muon: to steps)", _not_negative)
     clip: float | None = _optimizer(None, "maximum gradient norm; scale larger gradients down", _positive)
-    schedule: str = _optimizer("constant", "learning rate schedule: constant, cosine or exponential[:FACTOR per epoch]")
+    schedule: str = _optimizer("constant", "lr schedule: constant, cosine, exponential[:FACTOR] or steps:80,120 (/ 10)")
     warmup: float = _optimizer(0.0, "fraction of the run over which lr grows from 0", _fraction)
     scale_lr: str = _optimizer("none", "multiply lr: none, auto (by the pushes that one update averages) or a factor")
     batch_size: int = _length(32, "samples in one batch of one worker", _at_least_one)
@@ -213,7 +213,7 @@ class RunConfig:
     faults: str | None = _cluster(None, "TOML file of faults to inject: kill, stop and slow processes", metavar="FILE")
     speeds: str | None = _cluster(
         None,
-        "time of a step: 30ms, 1,1,1,4 (seconds of each worker), lognormal:30ms,.3 or exponential:30ms [1s]",
+        "time of a step: 30ms, 1,1,1,4 (seconds of each worker), lognormal:1s,.3, exponential:1s or gamma:1s,.1 [1s]",
         metavar="SPEEDS",
     )
     link: str | None = _cluster(None, "the server's bandwidth and latency each way, as in 1gbit,0.2ms", metavar="LINK")

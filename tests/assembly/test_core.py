@@ -216,9 +216,10 @@ def test_strategies_become_policies() -> None:
 
 
 def test_schedules_are_parsed() -> None:
-    assert schedule_of(RunConfig(schedule="constant")) == ("constant", 1.0)
-    assert schedule_of(RunConfig(schedule="exponential")) == ("exponential", 0.9)
-    assert schedule_of(RunConfig(schedule="exponential:0.5")) == ("exponential", 0.5)
+    assert schedule_of(RunConfig(schedule="constant")) == ("constant", 1.0, ())
+    assert schedule_of(RunConfig(schedule="exponential")) == ("exponential", 0.9, ())
+    assert schedule_of(RunConfig(schedule="exponential:0.5")) == ("exponential", 0.5, ())
+    assert schedule_of(RunConfig(schedule="steps:80,120.5")) == ("steps", 0.1, (80.0, 120.5))
     assert make_schedule(RunConfig(lr=0.25, schedule="cosine", warmup=0.1)) == Schedule(0.25, "cosine", 1.0, 0.1)
 
 

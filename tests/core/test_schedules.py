@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.config import RunConfig
 from paceline.core.schedules import Budget, Schedule
+from paceline.errors import UserError
+from paceline.settings.resolve import resolve
 
 fractions = st.floats(0.0, 1.0)
 KINDS = ["constant", "exponential", "cosine"]
@@ -86,3 +89,17 @@ def test_after_warm_up_a_schedule_is_where_it_would_be_without(kind: str) -> Non
 @given(fraction=fractions, warmup=st.floats(0.01, 0.99), kind=st.sampled_from(KINDS))
 def test_the_rate_stays_between_zero_and_base(fraction: float, warmup: float, kind: str) -> None:
     assert 0.0 <= Schedule(0.4, kind, 0.9, warmup).lr(fraction, 10 * fraction) <= 0.4
+
+
+def test_steps_of_lr_follow_a_warm_up_as_in_published_runs() -> None:
+    schedule = Schedule(0.1, "steps", 0.1, warmup=5 / 160, milestones=(80.0, 120.0))
+    found = [schedule.lr(epochs / 160, epochs) for epochs in (0.0, 2.5, 5.0, 79.99, 80.0, 119.99, 120.0, 160.0)]
+    assert found == pytest.approx([0.001, 0.05, 0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
+
+
+@pytest.mark.parametrize(
+    "text", ["steps", "steps:", "steps:80,a", "steps:120,80", "steps:80,80", "steps:0", "steps:nan"]
+)
+def test_milestones_that_do_not_grow_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match=f"schedule '{text}': give the epochs .* growing, as in steps:80,120"):
+        resolve(RunConfig(schedule=text))

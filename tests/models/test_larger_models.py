@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 
 GREY, COLOUR, LARGE = (1, 28, 28), (3, 32, 32), (3, 224, 224)
 ODD = (3, 37, 41)
-QUICK = ["resnet18", "resnet18-gn", "resnet50", "inception-28-small", "inception-bn"]
+QUICK = ["resnet20", "resnet18", "resnet18-gn", "resnet50", "inception-28-small", "inception-bn"]
 SLOW = sorted(name for name in MODELS if name not in (*QUICK, *TEXT_MODELS, "lenet5", "cnn"))
 EVERY = QUICK + [pytest.param(name, marks=pytest.mark.real) for name in SLOW]
 ODDLY = [pytest.param("resnet50", marks=pytest.mark.real), *(name for name in EVERY if name != "resnet50")]
@@ -102,6 +102,8 @@ def unfilled(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "shape", "classes", "count", "published"),
     [
         ("resnet18", GREY, 10, basic_count(1, (2, 2, 2, 2)), "11.18"),
+        ("resnet20", COLOUR, 10, 269_722, "0.27"),
+        ("resnet20-gn", COLOUR, 10, 269_722, "0.27"),
         ("resnet34", COLOUR, 10, basic_count(3, (3, 4, 6, 3)), "21.29"),
         ("resnet18", LARGE, 1000, 11_689_512, "11.69"),
         ("resnet50", GREY, 10, bottleneck_count(1, (3, 4, 6, 3)), "23.55"),

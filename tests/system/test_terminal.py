@@ -138,7 +138,7 @@ def test_a_bar_of_forty_columns_stays_on_one_line(term: str, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["reproduce", "optlm"], "unknown table 'optlm': did you mean 'optml'? Known: distml, mxnet, optml"),
+        (["reproduce", "optlm"], "unknown table 'optlm': did you mean 'optml'? Known: dana, distml, mxnet, optml"),
         (["data", "lst"], "unknown action 'lst': did you mean 'list'?"),
         (
             ["resume"],

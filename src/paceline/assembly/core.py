@@ -52,9 +52,10 @@ def make_training(config: RunConfig, budget: Budget) -> Training:
 
 
 def _schedule(config: RunConfig) -> Schedule:
-    kind, factor = schedule_of(config)
+    form = schedule_of(config)
     passes = config.epochs if config.epoch_mode == "own" else None
-    return Schedule((config.lr or 0.0) * lr_scale(config), kind, factor, config.warmup, passes)
+    base = (config.lr or 0.0) * lr_scale(config)
+    return Schedule(base, form.kind, form.factor, config.warmup, passes, form.milestones)
 
 
 def make_rule(

@@ -18,7 +18,8 @@ REPRODUCE_DESCRIPTION = """Repeat the runs of a published table, and show our re
   paceline reproduce optml --device cuda --data-dir DIR                   parameter server; simulated, all rows at once
   paceline reproduce optml --rows "async lenet5" --seeds 3 --epochs 1
   paceline reproduce distml --rows resnet18 --steps 20 --data-dir DIR     all-reduce; real runs, one by one
-  paceline reproduce mxnet --rows cifar10 --device cuda --data-dir DIR    key-value store; real runs, one by one"""
+  paceline reproduce mxnet --rows cifar10 --device cuda --data-dir DIR    key-value store; real runs, one by one
+  paceline reproduce dana --device cuda --data-dir DIR                    ResNet-20, 4 to 32 workers; simulated"""
 SWEEP_DESCRIPTION = """Run every combination of a grid of settings on simulated workers, and compare them in one table.
 
   paceline sweep examples/sweep.toml
@@ -36,8 +37,10 @@ REAL_TABLES = ("distml", "mxnet")  # tables whose rows are trained on real proce
 def reproduce_verb(arguments: list[str]) -> int:
     if arguments and arguments[0] in REAL_TABLES:
         return reproduce_for_real(arguments[0], arguments[1:])
-    parser = Parser("reproduce", REPRODUCE_DESCRIPTION, "paceline reproduce optml|distml|mxnet [flags]")
-    parser.add_choice("table", ("optml", *REAL_TABLES), "which published table")
+    if arguments and arguments[0] == "dana":
+        return reproduce_dana(arguments[1:])
+    parser = Parser("reproduce", REPRODUCE_DESCRIPTION, "paceline reproduce optml|distml|mxnet|dana [flags]")
+    parser.add_choice("table", ("optml", *REAL_TABLES, "dana"), "which published table")
     parser.add("--rows", "numbers and ranges (1,4,7-9), or words of the names (async cnn) [all]")
     parser.add("--seeds", "number of runs of each row; the table shows mean and spread [1]", type=int, default=1)
     parser.add("--epochs", "passes of each worker over its data [6]", type=float, default=6.0)
@@ -60,6 +63,44 @@ def reproduce_verb(arguments: list[str]) -> int:
         files = {"table.md": table, "table.csv": as_csv(found), "runs.csv": runs_as_csv(found)}
         made = _write(folder, files, console, lambda path: draw(found, path))
     print(table + "\n" + "\n".join([*summary(found), *made]))
+    return 0
+
+
+DANA_DESCRIPTION = """Repeat the CIFAR-10 table of the DANA paper: ResNet-20, 4 to 32 workers, simulated in the lab.
+
+  paceline reproduce dana --device cuda --data-dir DIR --pause-after 540
+  paceline reproduce dana --rows "auto 16" --seeds 5 --device cuda --data-dir DIR
+
+Finished rows are not repeated. With --pause-after, the same command goes on where the last one stopped."""
+
+
+def reproduce_dana(arguments: list[str]) -> int:
+    parser = Parser("reproduce dana", DANA_DESCRIPTION, "paceline reproduce dana [flags]")
+    parser.add("--rows", "numbers and ranges (1,4,7-9), or words of the names (auto 16) [all]")
+    parser.add("--seeds", "number of runs of each row; the table shows mean and spread [1]", type=int, default=1)
+    parser.add("--epochs", "number of epochs [160]", type=float)
+    workers = "workers of about equal speed, or of speeds with a spread of .6 [homogeneous]"
+    parser.add_choice("--speeds", ("homogeneous", "heterogeneous"), workers, default="homogeneous")
+    parser.add_choice("--device", ("cpu", "cuda"), "device; cuda computes all rows at once [cpu]", default="cpu")
+    pause = "keep the state of all runs after this many seconds and stop"
+    parser.add("--pause-after", pause, type=float, metavar="SECONDS")
+    parser.add("--data-dir", "folder that holds the data set", metavar="DIR")
+    parser.add("--runs", "folder for one run folder per row [runs/dana]", metavar="DIR", default="runs/dana")
+    parsed = parser.parse_strictly(arguments)
+    if parsed.seeds < 1 or not (parsed.epochs is None or parsed.epochs > 0):
+        raise UserError("--seeds and --epochs must be above zero")
+    if parsed.pause_after is not None and not parsed.pause_after > 0:
+        raise UserError(f"--pause-after {parsed.pause_after:g}: give a number of seconds above zero")
+    from paceline.studies.published.dana import EPOCHS, choose_rows
+    from paceline.studies.published.dana_table import RepeatOptions, markdown, repeat, table_csv
+
+    folder = Path(parsed.runs)
+    where = parsed.device, parsed.data_dir, folder, parsed.pause_after
+    with Console() as console:
+        options = RepeatOptions(parsed.seeds, parsed.epochs or EPOCHS, parsed.speeds, *where)
+        found = repeat(choose_rows(parsed.rows), options, console)
+        made = _write(folder, {"table.md": markdown(found), "table.csv": table_csv(found)}, console)
+    print("\n".join([markdown(found), *made]))
     return 0
 
 

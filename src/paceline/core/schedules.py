@@ -53,12 +53,15 @@ class Schedule:
     """The learning rate as a function of how much of the budget is spent.
 
     It grows in a straight line over the first `warmup` of the budget, to where the schedule goes on from there:
-    `cosine` falls over what remains of the budget, `exponential` has decayed since the start.
+    `cosine` falls over what remains of the budget, `exponential` has decayed since the start, `steps` decays at each
+    of its milestones.
 
     >>> Schedule(0.1, "cosine").lr(0.5, epochs=3.0)
     0.05
     >>> [round(Schedule(0.1, "cosine", warmup=0.2).lr(done, 0.0), 3) for done in (0.1, 0.2, 0.6, 1.0)]
     [0.05, 0.1, 0.05, 0.0]
+    >>> [Schedule(1.0, "steps", 0.5, milestones=(80, 120)).lr(0.5, epochs) for epochs in (79.9, 80.0, 120.0)]
+    [1.0, 0.5, 0.25]
     """
 
     base: float
@@ -66,12 +69,15 @@ class Schedule:
     decay: float = 0.9
     warmup: float = 0.0
     passes: float | None = None  # of each worker over its own data, if epochs are counted so
+    milestones: tuple[float, ...] = ()  # epochs after which `steps` has multiplied lr by `decay` once more
 
     def lr(self, fraction: float, epochs: float) -> float:
         """The learning rate after `fraction` of the budget and `epochs` passes over the data."""
         lr = self.base
         if self.kind == "exponential":
             lr *= self.decay ** math.floor(epochs)
+        if self.kind == "steps":
+            lr *= self.decay ** sum(epochs >= milestone for milestone in self.milestones)
         if fraction < self.warmup:
             return lr * max(fraction / self.warmup, 0.01)
         if self.kind == "cosine":

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.config import SCRIPT, SIMULATED_ONLY, RunConfig, given, is_script
 from paceline.data.catalog import DATASETS
@@ -47,6 +47,8 @@ SCRIPT_MAY_DECIDE = (*OF_OPTIMIZER, "epochs", "epoch_mode")
 MODELS = {
     "lenet5": "paceline.models.lenet:LeNet5",
     "cnn": "paceline.models.cnn:Cnn",
+    "resnet20": "paceline.models.resnet20:ResNet20",
+    "resnet20-gn": "paceline.models.resnet20:resnet20_gn",
     "resnet18": "paceline.models.resnet:resnet18",
     "resnet34": "paceline.models.resnet:resnet34",
     "resnet50": "paceline.models.resnet:resnet50",
@@ -61,7 +63,8 @@ MODELS = {
 }
 TEXT_MODELS = ("transformer",)  # models that read token ids; the others look at images
 OPTIMIZERS = {"sgd": 0.005, "adam": 0.001, "adamw": 0.001, "rmsprop": 0.0001, "lars": 1.0, "muon": 0.001}
-SCHEDULES = {"constant": None, "exponential": 0.9, "cosine": None}
+SCHEDULES = {"constant": None, "exponential": 0.9, "cosine": None, "steps": None}
+STEP_FACTOR = 0.1
 AUTO_WARMUP = 0.05
 _NAMED = {
     "optimizer": tuple(OPTIMIZERS),
@@ -76,24 +79,44 @@ _NAMED = {
 """Settings that are one of a few names, and these names."""
 
 
+class ScheduleForm(NamedTuple):
+    """A parsed schedule: its kind, its factor, and the epochs at which `steps` multiplies lr by it."""
+
+    kind: str
+    factor: float = 1.0
+    milestones: tuple[float, ...] = ()
+
+
 @cache
-def _parse_schedule(text: str) -> tuple[str, float]:
+def _parse_schedule(text: str) -> ScheduleForm:
     kind, colon, argument = text.partition(":")
     if kind not in SCHEDULES:
         raise unknown_name("schedule", kind, SCHEDULES)
+    if kind == "steps":
+        return ScheduleForm(kind, STEP_FACTOR, _milestones(text, argument))
     if not colon:
-        return kind, SCHEDULES[kind] or 1.0
+        return ScheduleForm(kind, SCHEDULES[kind] or 1.0)
     try:
         factor = float(argument)
     except ValueError:
         factor = 0.0
     if kind != "exponential" or not 0.0 < factor <= 1.0:
         raise UserError(f"schedule '{text}': only exponential takes a factor, above 0 and at most 1")
-    return kind, factor
+    return ScheduleForm(kind, factor)
 
 
-def schedule_of(config: RunConfig) -> tuple[str, float]:
-    """The kind of the learning rate schedule and its factor: `constant`, `cosine` or `exponential[:FACTOR]`."""
+def _milestones(text: str, argument: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(part) for part in argument.split(","))
+    except ValueError:
+        found = ()
+    if not found or any(not 0.0 < epoch < float("inf") for epoch in found) or list(found) != sorted(set(found)):
+        raise UserError(f"schedule '{text}': give the epochs at which lr is divided by 10, growing, as in steps:80,120")
+    return found
+
+
+def schedule_of(config: RunConfig) -> ScheduleForm:
+    """The learning rate schedule: `constant`, `cosine`, `exponential[:FACTOR]` or `steps:EPOCH,...`."""
     return _parse_schedule(config.schedule)
 
 

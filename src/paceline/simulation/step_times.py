@@ -14,7 +14,10 @@ from paceline.errors import UserError, unknown_name
 from paceline.randomness import rng
 from paceline.settings.notation import seconds
 
-FORM = "write 30ms, 1,1,1,4 (seconds of each worker), lognormal:30ms,.3, exponential:30ms, measured:RUN; then *1,1,4"
+FORM = (
+    "write 30ms, 1,1,1,4 (seconds of each worker), lognormal:30ms,.3, exponential:30ms, gamma:30ms,.1, measured:RUN; "
+    "then *1,1,4"
+)
 BLOCK = 128
 MIN_SECONDS = 1e-9
 MAX_SPREAD = 5.0
@@ -22,12 +25,16 @@ MAX_SPREAD = 5.0
 
 @dataclass(frozen=True)
 class StepTimeDistribution:
-    """Distribution of step times: mean, and spread as a share of the mean or as measured quantiles of time / mean."""
+    """Distribution of step times: mean, and spread as a share of the mean or as measured quantiles of time / mean.
+
+    `gamma` has a second spread, that of the workers' own means, which are drawn once per run.
+    """
 
     kind: str
     mean: float
     spread: float = 0.0
     quantiles: tuple[float, ...] = ()
+    machine_spread: float = 0.0
 
     def draw(self, generator: np.random.Generator, number: int) -> np.ndarray[Any, Any]:
         """Draw `number` step times."""
@@ -35,6 +42,8 @@ class StepTimeDistribution:
             return generator.exponential(self.mean, number)
         if self.kind == "lognormal":
             return generator.lognormal(math.log(self.mean) - self.spread**2 / 2, self.spread, number)
+        if self.kind == "gamma":
+            return self.mean * _gamma(generator, self.spread, number)
         if self.kind == "normal":
             return np.maximum(0.0, self.mean * (1.0 + self.spread * generator.standard_normal(number)))
         if self.kind == "measured":
@@ -43,12 +52,18 @@ class StepTimeDistribution:
         return np.full(number, self.mean)
 
 
+def _gamma(generator: np.random.Generator, spread: float, number: int) -> np.ndarray[Any, Any]:
+    """Draw from the gamma distribution of mean 1 and standard deviation `spread`; ones if that is 0."""
+    return generator.gamma(spread**-2, spread**2, number) if spread else np.ones(number)
+
+
 class StepTimes:
     """Draws step times per worker, in blocks; workers beyond the list repeat its distributions."""
 
     def __init__(self, distributions: list[StepTimeDistribution], seed: int) -> None:
         self.distributions, self._seed = distributions, seed
         self._blocks: dict[int, tuple[int, list[float]]] = {}
+        self._machines: dict[int, float] = {}
 
     @property
     def mean(self) -> float:
@@ -63,9 +78,17 @@ class StepTimes:
         number, place = divmod(step, BLOCK)
         held, block = self._blocks.get(worker, (-1, []))
         if held != number:
-            block = distribution.draw(rng(self._seed, "step time", worker, number), BLOCK).tolist()
+            drawn = distribution.draw(rng(self._seed, "step time", worker, number), BLOCK)
+            block = (drawn * self._machine(worker, distribution.machine_spread)).tolist()
             self._blocks[worker] = (number, block)
         return block[place]
+
+    def _machine(self, worker: int, spread: float) -> float:
+        """Return the worker's mean step time as a factor of that of all workers."""
+        if worker not in self._machines:
+            factor = _gamma(rng(self._seed, "machine time", worker), spread, 1)[0]
+            self._machines[worker] = max(float(factor), MIN_SECONDS)
+        return self._machines[worker]
 
 
 def parse_speeds(text: str, num_workers: int) -> list[StepTimeDistribution]:
@@ -74,7 +97,7 @@ def parse_speeds(text: str, num_workers: int) -> list[StepTimeDistribution]:
     >>> [one.mean for one in parse_speeds("1,1,4", 3)]
     [1.0, 1.0, 4.0]
     >>> parse_speeds("lognormal:30ms,.5*1,2", 2)[1]
-    StepTimeDistribution(kind='lognormal', mean=0.06, spread=0.5, quantiles=())
+    StepTimeDistribution(kind='lognormal', mean=0.06, spread=0.5, quantiles=(), machine_spread=0.0)
     """
     try:
         base, star, factors = text.partition("*")
@@ -105,21 +128,36 @@ def _base(text: str, num_workers: int) -> list[StepTimeDistribution]:
 
 
 def _distribution(kind: str, arguments: list[str]) -> StepTimeDistribution:
-    takes = {"lognormal": 2, "normal": 2, "exponential": 1, "measured": 1}
+    takes = {"lognormal": 2, "normal": 2, "exponential": 1, "gamma": 2, "measured": 1}
     if kind not in takes:
         raise unknown_name("distribution", kind, takes)
     if kind == "measured":
         found = read_step_times(Path(",".join(arguments)))
         return StepTimeDistribution(kind, found.step_seconds, quantiles=found.quantiles)
+    if kind == "gamma":
+        return _gamma_distribution(arguments)
     if len(arguments) != takes[kind]:
         raise UserError(f"{kind} takes {takes[kind]} numbers, got {len(arguments)}")
     mean = _positive(seconds(arguments[0]), arguments[0])
     if kind == "exponential":
         return StepTimeDistribution(kind, mean)
     spread = seconds(arguments[1]) / mean if kind == "normal" else _factor(arguments[1])
-    if spread > MAX_SPREAD:
-        raise UserError(f"a spread of {spread:g} times the mean is too large (at most {MAX_SPREAD:g})")
-    return StepTimeDistribution(kind, mean, spread)
+    return StepTimeDistribution(kind, mean, _small(spread))
+
+
+def _gamma_distribution(arguments: list[str]) -> StepTimeDistribution:
+    """Parse MEAN,SPREAD[,SPREAD OF THE WORKERS' MEANS], the spreads as shares of the mean (arXiv 1907.11612)."""
+    if len(arguments) not in (2, 3):
+        raise UserError(f"gamma takes 2 or 3 numbers, got {len(arguments)}")
+    steps, machines = (_small(_factor(part)) for part in [*arguments[1:], "0"][:2])
+    mean = _positive(seconds(arguments[0]), arguments[0])
+    return StepTimeDistribution("gamma", mean, steps, machine_spread=machines)
+
+
+def _small(spread: float) -> float:
+    if not 0.0 <= spread <= MAX_SPREAD:
+        raise UserError(f"a spread of {spread:g} times the mean is not between 0 and {MAX_SPREAD:g}")
+    return spread
 
 
 def _seconds_or_factor(text: str) -> float:

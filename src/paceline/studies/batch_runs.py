@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import shutil
 import time
@@ -27,11 +28,13 @@ from paceline.runs.result import weights_sha256
 from paceline.settings.ranks import rank_here
 from paceline.settings.resolve import resolve
 from paceline.simulation.cluster import DEFAULT_SPEED
-from paceline.simulation.lab.run import LabResult, LabTimes, Progress, check_rows, run_rows
+from paceline.simulation.lab.evaluation import ALL_PARTS
+from paceline.simulation.lab.run import LabResult, LabTimes, Pause, Progress, check_rows, run_rows
 from paceline.simulation.run import simulate
 from paceline.system.environment import environment
 from paceline.system.sealed_weights import seal_weights
 from paceline.system.signals import INTERRUPTED, TERMINATED
+from paceline.system.terminal import seconds_text
 from paceline.tracking.feed import feed
 from paceline.tracking.registry import make_tracker
 
@@ -39,6 +42,8 @@ MAY_DIFFER = ("runs", "data_dir", "threads", "device", "checkpoint_every", "trac
 """Settings that do not change a run's result."""
 MAX_LAB_BATCH = {"cpu": 1, "cuda": 256}
 """Maximum runs per lab batch. A CPU gains nothing from more, and one run per batch is saved as soon as it ends."""
+UNFINISHED = ".unfinished"
+"""Folder beside the run folders, of the lab's unfinished runs."""
 SAMPLE_NOTE = "using the built-in sample: figures are not comparable; 'paceline data get fashion-mnist' fetches all"
 
 
@@ -100,13 +105,21 @@ def result_of(config: RunConfig) -> dict[str, Any]:
     return result
 
 
-def run_missing(configs: list[RunConfig], device: str, console: Console) -> None:
-    """Run every resolved config that has no result yet, and save each result as soon as its run ends."""
+def run_missing(configs: list[RunConfig], device: str, console: Console, pause_after: float | None = None) -> None:
+    """Run every resolved config that has no result yet, and save each result as soon as its run ends.
+
+    After `pause_after` seconds, keep the state of the lab's unfinished runs and raise Interrupted.
+    """
     require_device(RunConfig(device=device))
+    pause = Pause(Path(configs[0].runs) / UNFINISHED, time.perf_counter() + (pause_after or math.inf))
     with _missing(configs, console) as (todo, progress):
         for config in todo:
             remove_incomplete(folder_of(config))
-        _run_all(todo, device, console, progress)
+        num_left = _run_all(todo, device, console, progress, pause)
+    if num_left:
+        done = len(configs) - num_left
+        kept = f"{done} of {len(configs)} runs are done, the state of the others is kept in {pause.folder}"
+        raise Interrupted(f"stopped after {seconds_text(pause_after or 0.0)}: {kept}; run the same command to continue")
 
 
 @contextlib.contextmanager
@@ -144,21 +157,24 @@ def lock_folder(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _run_all(todo: list[RunConfig], device: str, console: Console, progress: BatchProgress) -> None:
-    """Run in the lab all configs it supports, then simulate the others one by one."""
+def _run_all(todo: list[RunConfig], device: str, console: Console, progress: BatchProgress, pause: Pause) -> int:
+    """Run in the lab all configs it supports, then simulate the others one by one; return how many are left."""
     reasons = {config.name: why_not_in_lab(config) for config in todo}
     simulated = [config for config in todo if reasons[config.name] is not None]
     if simulated and device != "cpu":
         console.note(f"{len(simulated)} of {len(todo)} runs are simulated on the CPU: {reasons[simulated[0].name]}")
-    spent = _run_in_lab([config for config in todo if reasons[config.name] is None], device, progress)
+    spent = _run_in_lab([config for config in todo if reasons[config.name] is None], device, progress, pause)
     if spent.num_rows > 1:
         console.note(f"the lab on {device}: {spent.line()}")
-    for config in simulated:
+    for place, config in enumerate(simulated):
+        if pause.is_due and (place or spent.num_rows):
+            return spent.num_left + len(simulated) - place
         inner = InnerConsole(progress)
         _, result = simulate(config, inner)
         progress.num_done += result["reason"] not in (INTERRUPTED, TERMINATED)
         if inner.stopping is not None:  # the run may still have finished, if only its evaluation was left
             raise KeyboardInterrupt
+    return spent.num_left
 
 
 def remove_incomplete(folder: RunFolder) -> None:
@@ -170,7 +186,7 @@ def remove_incomplete(folder: RunFolder) -> None:
         shutil.rmtree(folder.path)
 
 
-def _run_in_lab(configs: list[RunConfig], device: str, progress: BatchProgress) -> LabTimes:
+def _run_in_lab(configs: list[RunConfig], device: str, progress: BatchProgress, pause: Pause) -> LabTimes:
     spent = LabTimes()
     for part in _same_data(configs):
         location = locate_data(part[0])
@@ -178,9 +194,13 @@ def _run_in_lab(configs: list[RunConfig], device: str, progress: BatchProgress) 
         dataset = load(location)
         for start in range(0, len(part), MAX_LAB_BATCH[device]):
             together = part[start : start + MAX_LAB_BATCH[device]]
+            if pause.is_due and spent.num_rows:  # a call goes on at least a little
+                spent.num_left += len(together)
+                continue
             if device == "cpu":
                 torch.set_num_threads(together[0].threads or 1)  # as the simulator does
-            for finished in run_rows(together, dataset, torch.device(device), progress.part(len(together)), spent):
+            how = dataset, torch.device(device), progress.part(len(together)), spent, ALL_PARTS, pause
+            for finished in run_rows(together, *how):
                 _write_run(finished, {**provenance(finished.config, location), "lab_device": device})
                 progress.num_done += 1
     return spent
@@ -196,10 +216,11 @@ def _same_data(configs: list[RunConfig]) -> Iterable[list[RunConfig]]:
 def _write_run(finished: LabResult, facts: dict[str, Any]) -> None:
     """Write a lab run's folder; the result file comes last."""
     folder = RunFolder.create(finished.config)
-    tensors = {name: view.clone() for name, view in finished.layout.views(finished.weights).items()}
+    tensors = {name: view.clone() for name, view in finished.layout.views(finished.weights).items()} | finished.buffers
     write_atomically(folder.weights_file, seal_weights(save(tensors)))
     if not torch.equal(finished.weights, finished.live):
         live = {name: view.clone() for name, view in finished.layout.views(finished.live).items()}
+        live |= finished.live_buffers
         write_atomically(folder.live_weights_file, seal_weights(save(live)))
     extra = {
         "weights_sha256": weights_sha256(tensors),

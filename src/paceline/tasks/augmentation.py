@@ -13,7 +13,8 @@ from torch import Tensor
 
 from paceline.randomness import mix64, scramble
 
-_PURPOSE = 0xA06
+PURPOSE = 0xA06
+NUM_CHOICES = 3  # of an image: the top and the left of its window, and whether it is mirrored
 _KEPT_BITS = 24
 
 
@@ -24,17 +25,17 @@ class Augment:
         self.size, self.padding, self.mirror = size, padding, mirror
 
     def __call__(self, images: Tensor, key: int) -> Tensor:  # uint8 [B, C, H, W] -> uint8 [B, C, *size]
-        top, left, mirrored = _hashes(len(images), mix64(key, _PURPOSE), images.device)
+        top, left, mirrored = _hashes(len(images), mix64(key, PURPOSE), images.device)
         rows = torch.arange(len(images), device=images.device)
         if self.size is not None and self.padding:
             images = F.pad(images, (self.padding,) * 4)
         if self.mirror:  # append the mirrored images, so that one gather selects both kinds
-            rows = rows + len(images) * _below(mirrored, 2)
+            rows = rows + len(images) * below(mirrored, 2)
             images = torch.cat([images, images.flip(3)])
         if self.size is None:
             return images[rows]
         windows = images.unfold(2, self.size[0], 1).unfold(3, self.size[1], 1)  # a view: [B, C, tops, lefts, *size]
-        return windows[rows, :, _below(top, windows.shape[2]), _below(left, windows.shape[3])]
+        return windows[rows, :, below(top, windows.shape[2]), below(left, windows.shape[3])]
 
 
 class CentreCrop:
@@ -54,11 +55,11 @@ class CentreCrop:
 
 def _hashes(count: int, key: int, device: torch.device) -> Tensor:  # int32 [3, count]
     """Return three hashes per image, which depend on its place in the batch but not on the batch size."""
-    counter = torch.arange(3 * count, dtype=torch.int32, device=device).view(count, 3)
+    counter = torch.arange(NUM_CHOICES * count, dtype=torch.int32, device=device).view(count, NUM_CHOICES)
     return scramble(counter, key, torch.empty_like(counter), torch.empty_like(counter)).T
 
 
-def _below(hashes: Tensor, bound: int) -> Tensor:
+def below(hashes: Tensor, bound: int) -> Tensor:
     """Map each hash to a number from 0 to `bound` - 1, by its upper bits, which are mixed best."""
     upper = (hashes >> (32 - _KEPT_BITS)) & ((1 << _KEPT_BITS) - 1)
     return (upper.to(torch.int64) * bound) >> _KEPT_BITS

@@ -216,11 +216,10 @@ class SupervisedTask:
         """
         rows, seed, batch_size = self._trained_on
         rows = np.arange(num_samples(self.train[0])) if rows is None else rows
-        size = min(MAX_BATCH, max(evaluation_batch_size(self.train[0]), batch_size), len(rows))
-        if not self._statistics.is_needed or size < 2:  # there is no variance of one sample
+        batches, number = statistics_batches(rows, max(evaluation_batch_size(self.train[0]), batch_size), seed)
+        if not self._statistics.is_needed or not number:
             return state
-        loader = self.loader(Batches(rows, size, seed, STATISTICS), seed, STATISTICS)
-        return self._statistics(weights, state, loader, min(-(-MAX_SAMPLES // size), len(rows) // size))
+        return self._statistics(weights, state, self.loader(batches, seed, STATISTICS), number)
 
     def gradient(self, batch: Batch) -> float:
         """Compute the bound gradient at the bound weights and return the loss; the batch's key seeds all randomness."""
@@ -287,6 +286,16 @@ def _are_classes(targets: Structure) -> bool:
 def _are_scores(outputs: Any, num_classes: int) -> bool:
     """Return whether outputs hold a score for each class."""
     return isinstance(outputs, Tensor) and outputs.dim() == 2 and outputs.shape[1] >= num_classes
+
+
+def statistics_batches(rows: NDArray[np.int64], fitting: int, seed: int) -> tuple[Batches, int]:
+    """Return the batches of `rows` that running statistics are estimated on, at most `fitting` in each, and how many.
+
+    There are none of one sample, which has no variance.
+    """
+    size = min(MAX_BATCH, fitting, len(rows))
+    number = min(-(-MAX_SAMPLES // size), len(rows) // size) if size > 1 else 0
+    return Batches(rows, max(1, size), seed, STATISTICS), number
 
 
 def evaluation_batch_size(inputs: Structure) -> int:

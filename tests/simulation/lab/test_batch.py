@@ -3,61 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from paceline.assembly.run import make_server, make_worker, work_of
 from paceline.assembly.task import make_task
 from paceline.config import RunConfig
-from paceline.core.driver import BareDriver
-from paceline.core.messages import Join, Reply
-from paceline.core.server import Server
-from paceline.core.worker import LocalWorker
 from paceline.data.datasets import Dataset, load, locate
 from paceline.errors import UserError
 from paceline.settings.resolve import resolve
-from paceline.simulation.cluster import cluster_of
-from paceline.simulation.event_queue import EventQueue
 from paceline.simulation.lab import packing as room
-from paceline.simulation.lab.arrival_order import trace_of
-from paceline.simulation.lab.batch import LabRun, RunBatch
-from paceline.simulation.lab.inputs import feed_of
+from paceline.simulation.lab.batch import RunBatch
 from paceline.simulation.lab.packing import memory_of
 from paceline.simulation.lab.run import LabTimes, images_of, run_rows
-from paceline.simulation.simulator import Simulation
+from tests.support.lab_runs import row_of, silent, simulated_server
 from tests.support.rings import long_but
 
 
 @pytest.fixture(scope="module")
 def dataset() -> Dataset:
     return load(locate("fashion-mnist-sample", None))
-
-
-def simulated_server(config: RunConfig, dataset: Dataset) -> Server:
-    """What the pure server and workers come to under the simulator."""
-    task = make_task(config, dataset)
-    work = work_of(task, config)
-    sides: list[BareDriver] = []
-
-    def start(send: Callable[[Reply], None]) -> BareDriver:
-        sides.append(BareDriver(make_server(config, task, work), send))
-        return sides[-1]
-
-    def come(worker: int, incarnation: int) -> LocalWorker:
-        return make_worker(config, make_task(config, dataset), work, Join(worker, incarnation, work.quotas[worker]))
-
-    cluster = cluster_of(config, task.layout.size)
-    Simulation(EventQueue(), cluster, config.workers or 1, come, start).run()
-    return sides[-1].server
-
-
-def row_of(config: RunConfig, dataset: Dataset) -> LabRun:
-    task = make_task(config, dataset)
-    work = work_of(task, config)
-    trace = trace_of(config, work, task.layout.size)
-    return LabRun(config, trace, feed_of(trace, work, config), task.initial(), task.layout)
 
 
 CASES = [
@@ -214,7 +179,3 @@ def test_rows_take_turns_where_there_is_no_room_for_all(dataset: Dataset, monkey
     monkeypatch.setattr(room, "CPU_MEMORY", 0.5 * each)
     with pytest.raises(UserError, match=r"one run of lenet5 with 2 workers needs about .* use fewer workers"):
         list(run_rows(configs, dataset, device, silent))
-
-
-def silent(text: str, share: float) -> None:
-    pass

@@ -21,10 +21,12 @@ from paceline.core.rules.wrapper import RuleWrapper
 from paceline.core.server import RECOMPUTE_EVERY
 from paceline.interfaces import Arrival, Layout, Rule
 from paceline.randomness import mix64_array
+from paceline.settings.preprocessing import ways_of
 from paceline.simulation.lab.arrival_order import NO_WORKER, ArrivalOrder
 from paceline.simulation.lab.gradients import gradients_for
 from paceline.simulation.lab.inputs import BatchInputs, Gradients, Images, RunInputs
 from paceline.simulation.lab.models import DROPOUT_LAYERS
+from paceline.tasks.augmentation import PURPOSE
 
 WARM_UP = 3
 LENGTH_TOLERANCE = 0.05  # runs whose lengths differ by at most this share end together
@@ -51,7 +53,7 @@ class RunBatch:
 
     def __init__(self, rows: list[LabRun], data: Images, begin: int = 0, max_workers: int | None = None) -> None:
         config, layout = rows[0].config, rows[0].layout
-        self.rows, self.layout, self.data, self._begin = rows, layout, data, begin
+        self.rows, self.layout, self.data, self.begin = rows, layout, data, begin
         device, lengths = data.images.device, [len(row.trace) for row in rows]
         self.weights = torch.stack([row.initial for row in rows]).to(device)
         self.end = max(length for length in lengths if length <= min(lengths) * (1.0 + LENGTH_TOLERANCE))
@@ -70,14 +72,15 @@ class RunBatch:
         self._inputs = self._load_inputs(device)
         self._find_gradients: Gradients = gradients_for(config.model, self._inputs, layout, self._gradient, self.losses)
         self._stops = self._find_stops()
-        self._done = 0
+        self.done = 0
+        self._num_eager = 0
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._queued: list[torch.cuda.Event] = []
         self._wait_for_current_stream()
 
     def _load_inputs(self, device: torch.device) -> BatchInputs:
-        rows, span = self.rows, slice(self._begin, self.end)
+        rows, span = self.rows, slice(self.begin, self.end)
         pushes = max(row.trace.workers.shape[1] for row in rows)
 
         def stacked(arrays: list[NDArray[Any]], dtype: torch.dtype) -> Tensor:
@@ -87,11 +90,14 @@ class RunBatch:
         columns = [(one.staleness, one.lr, one.num_live, one.present) for one in traces]
         numbers = [np.stack([column[span] for column in each], 1) for each in columns]
         self._numbers = stacked(numbers, torch.float32)
-        keys = []
-        for layer in DROPOUT_LAYERS[rows[0].config.model]:
-            found = [_wide(mix64_array(row.feed.keys[span], layer).astype(np.int64), pushes) for row in rows]
+
+        def halves(purpose: int) -> tuple[Tensor, Tensor]:
+            found = [_wide(mix64_array(row.feed.keys[span], purpose).astype(np.int64), pushes) for row in rows]
             both = stacked(found, torch.int64)
-            keys.append((both.to(torch.int32), (both >> 32).to(torch.int32)))
+            return both.to(torch.int32), (both >> 32).to(torch.int32)
+
+        config = rows[0].config
+        keys, ways = [halves(layer) for layer in DROPOUT_LAYERS[config.model]], ways_of(config)
         self._base = torch.arange(len(rows), device=device) * self.max_workers
         self._worker: Tensor | None = None
         owner, self._released = torch.arange(len(rows), device=device)[None], []
@@ -107,7 +113,8 @@ class RunBatch:
         at = torch.zeros(1, dtype=torch.int64, device=device)
         samples = stacked([_wide(row.feed.samples[span], pushes) for row in rows], torch.int32).flatten(2)
         weights = stacked([_wide(row.feed.weights[span], pushes) for row in rows], torch.float32).flatten(2)
-        return BatchInputs(self.data, at, samples, weights, keys, owner, self.held, rows[0].config.batch_size)
+        choices = halves(PURPOSE) if ways else None
+        return BatchInputs(self.data, at, samples, weights, keys, owner, self.held, config.batch_size, ways, choices)
 
     def _find_stops(self) -> dict[int, list[tuple[int, int]]]:
         """Return the updates after which a worker leaves (run, worker) or a run ends (run, NO_WORKER)."""
@@ -115,10 +122,10 @@ class RunBatch:
         for number, row in enumerate(self.rows):
             if not self._in_rounds:
                 for update, worker in row.trace.left.tolist():
-                    if self._begin <= update < self.end:
-                        found.setdefault(update + 1 - self._begin, []).append((number, worker))
+                    if self.begin <= update < self.end:
+                        found.setdefault(update + 1 - self.begin, []).append((number, worker))
             if number in self.ended:
-                found.setdefault(len(row.trace) - self._begin, []).append((number, NO_WORKER))
+                found.setdefault(len(row.trace) - self.begin, []).append((number, NO_WORKER))
         return found
 
     def _update(self) -> None:
@@ -138,25 +145,31 @@ class RunBatch:
             at += 1
 
     @property
+    def gradients_done(self) -> int:
+        """Gradients of all runs so far."""
+        pushes: int = sum(row.trace.workers.shape[1] for row in self.rows)
+        return (self.begin + self.done) * pushes
+
+    @property
     def left(self) -> int:
         """Updates until the first runs end."""
-        return self.num_updates - self._done
+        return self.num_updates - self.done
 
     def advance(self, updates: int) -> int:
         """Make at most `updates` updates and return how many; on a GPU they are only queued."""
         number = min(updates, self.left)
-        target = self._done + number
-        while self._done < target:
-            stop = next((place for place in range(self._done + 1, target) if self._is_stop(place)), target)
+        target = self.done + number
+        while self.done < target:
+            stop = next((place for place in range(self.done + 1, target) if self._is_stop(place)), target)
             if self._stream is None:
-                for _ in range(stop - self._done):
+                for _ in range(stop - self.done):
                     self._update()
                 self._stop_at(stop)
             else:
                 with torch.cuda.stream(self._stream):
-                    self._replay(stop - self._done)
+                    self._replay(stop - self.done)
                     self._stop_at(stop)
-            self._done = stop
+            self.done = stop
         if self._stream is not None and number:
             self._queued.append(self._stream.record_event())
         return number
@@ -169,11 +182,11 @@ class RunBatch:
         return len(self._queued)
 
     def _is_stop(self, place: int) -> bool:
-        return place in self._stops or (self._begin + place) % RECOMPUTE_EVERY == 0
+        return place in self._stops or (self.begin + place) % RECOMPUTE_EVERY == 0
 
     def _stop_at(self, place: int) -> None:
         """Recompute sums over workers when due, remove workers that left, and save the weights of runs that ended."""
-        if (self._begin + place) % RECOMPUTE_EVERY == 0:
+        if (self.begin + place) % RECOMPUTE_EVERY == 0:
             self.rule.recompute_sums(self.state)
         for number, worker in self._stops.get(place, ()):
             if worker == NO_WORKER:
@@ -186,15 +199,16 @@ class RunBatch:
 
     def _replay(self, number: int) -> None:
         while number:
-            if self._done < WARM_UP or self.num_updates <= 2 * WARM_UP:
+            if self._num_eager < WARM_UP or self.num_updates <= 2 * WARM_UP:
                 self._update()
-                self._done, number = self._done + 1, number - 1
+                self._num_eager += 1
+                self.done, number = self.done + 1, number - 1
                 continue
             size = UNROLL if number >= UNROLL else 1
             if size not in self._graphs:
                 self._graphs[size] = self._captured(size)
             self._graphs[size].replay()
-            self._done, number = self._done + size, number - size
+            self.done, number = self.done + size, number - size
 
     def _captured(self, size: int) -> torch.cuda.CUDAGraph:
         """Capture `size` updates as a CUDA graph without executing them; no old graph may be freed meanwhile."""
@@ -208,6 +222,32 @@ class RunBatch:
         finally:
             gc.enable()
         return graph
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return copies on the CPU of everything that updates read and change; wait for the queued ones first."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        found = {"weights": self.weights, "held": self.held}
+        found |= {f"rule.{name}": tensor for name, tensor in self.state.items()}
+        none = torch.full_like(self.weights, torch.nan)
+        for place, name in enumerate(("evaluated", "live")):
+            rows = [self.final[number][place] if number in self.final else none[0] for number in range(len(self.rows))]
+            found[f"final.{name}"] = torch.stack(rows)
+        found["ended"] = torch.tensor([number in self.final for number in range(len(self.rows))])
+        return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in found.items()}
+
+    def restore(self, tensors: dict[str, Tensor], done: int) -> None:
+        """Continue after `done` updates with the tensors of another batch of the same runs."""
+        self.weights.copy_(tensors["weights"])
+        self.held.copy_(tensors["held"])  # the same memory in rounds
+        for name, tensor in self.state.items():
+            tensor.copy_(tensors[f"rule.{name}"])
+        for number in tensors["ended"].nonzero().flatten().tolist():
+            pair = (tensors[f"final.{name}"][number].to(self.weights.device) for name in ("evaluated", "live"))
+            self.final[number] = next(pair), next(pair)
+        self.done = done
+        self._inputs.at.fill_(done)
+        self._wait_for_current_stream()
 
     def remaining(self) -> list[RunBatch]:
         """Return a batch of the runs that have updates left, with their current state, or nothing."""

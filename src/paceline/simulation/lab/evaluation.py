@@ -1,4 +1,4 @@
-"""Evaluate the finished runs of a batch on train, validation and test data."""
+"""Evaluate the finished runs of a batch on train, validation and test data, with running statistics of their own."""
 
 from __future__ import annotations
 
@@ -14,34 +14,90 @@ from paceline.assembly.work import held_out, scored_train
 from paceline.config import RunConfig
 from paceline.core.rules.averaged import Averaged
 from paceline.interfaces import Layout, Scores
-from paceline.settings.preprocessing import train_score_of
+from paceline.randomness import halves, mix64
+from paceline.settings.preprocessing import train_score_of, ways_of
+from paceline.simulation.lab.augmentation import hashes_of
 from paceline.simulation.lab.batch import RunBatch
 from paceline.simulation.lab.gradients import views
 from paceline.simulation.lab.inputs import Images
-from paceline.simulation.lab.models import BATCHED
+from paceline.simulation.lab.models import BATCHED, NORM_NAMES
+from paceline.simulation.lab.nets.layers import Pass
+from paceline.tasks.augmentation import PURPOSE
+from paceline.tasks.supervised import STATISTICS, evaluation_batch_size, statistics_batches
 
 ALL_PARTS = ("train", "test", "validation")
 
 
+Statistics = list[tuple[Tensor, Tensor]]
+"""Running mean and variance of each norm in the order of a forward pass; empty for a model without batch norm."""
+
+
+def estimated(config: RunConfig, layout: Layout, weights: Tensor, train: Images) -> Statistics:
+    """Return the running statistics of `weights` [P], on the batches that `SupervisedTask.estimated` takes."""
+    if config.model not in NORM_NAMES:
+        return []
+    rows = held_out(train.labels.cpu().numpy(), config)[0]
+    fitting = max(evaluation_batch_size(train.images), config.batch_size)
+    batches, number = statistics_batches(rows, fitting, config.seed)
+    parameters, device, ways = views(layout, weights[None]), weights.device, ways_of(config)
+    found: list[Statistics] = []
+    with torch.no_grad():
+        for place in range(number):
+            chosen = torch.from_numpy(batches.indices(place)).to(device)[None]
+            key = mix64(mix64(config.seed, STATISTICS, place), PURPOSE)
+            low, high = (torch.tensor([[half]], dtype=torch.int32, device=device) for half in halves(key))
+            images, _ = train.select(chosen, hashes_of(low, high, chosen.shape[1]) if ways else None, ways)
+            how = Pass(None, torch.ones(1, 1, chosen.shape[1], dtype=torch.bool, device=device), measured=[])
+            BATCHED[config.model](parameters, images, how)
+            assert how.measured is not None
+            found.append(how.measured)
+    return [_mean_of(norm) for norm in map(list, zip(*found, strict=True))]
+
+
+def _mean_of(norm: Statistics) -> tuple[Tensor, Tensor]:
+    """Return the mean over batches of one norm's statistics [1, 1, C], summed in their order."""
+    mean, variance = (sum(each[0, 0].double() for each in kind) / len(norm) for kind in zip(*norm, strict=True))
+    return mean.float(), variance.float()
+
+
+def buffers_of(model: str, statistics: Statistics) -> dict[str, Tensor]:
+    """Return running statistics by their names in the model's state dict."""
+    found: dict[str, Tensor] = {}
+    for name, (mean, variance) in zip(NORM_NAMES.get(model, ()), statistics, strict=True):
+        found |= {f"{name}.running_mean": mean.cpu(), f"{name}.running_var": variance.cpu()}
+        found[f"{name}.num_batches_tracked"] = torch.tensor(0)
+    return found
+
+
 def scores_of(
-    batch: RunBatch, train: Images, test: Images, parts: Sequence[str] = ALL_PARTS
+    batch: RunBatch,
+    statistics: dict[int, tuple[Statistics, Statistics]],
+    train: Images,
+    test: Images,
+    parts: Sequence[str] = ALL_PARTS,
 ) -> dict[int, dict[str, Scores | None]]:
     """Return the scores of the finished runs by their index in the batch; folds are not scored on the test set.
 
-    If the rule averages, the live weights are scored too, on the test and validation data.
+    If the rule averages, the live weights are scored too, on the test and validation data. `statistics` are those of
+    each run's evaluated and live weights.
     """
-    found = _scores_of(batch, 0, train, test, parts)
+    found = _scores_of(batch, 0, statistics, train, test, parts)
     live_parts = [part for part in parts if part != "train"]
     if isinstance(batch.rule, Averaged) and live_parts:
-        for number, scores in _scores_of(batch, 1, train, test, live_parts).items():
+        for number, scores in _scores_of(batch, 1, statistics, train, test, live_parts).items():
             found[number] |= {f"live_{part}": score for part, score in scores.items()}
     return found
 
 
 def _scores_of(
-    batch: RunBatch, place_of_weights: int, train: Images, test: Images, parts: Sequence[str]
+    batch: RunBatch,
+    which: int,
+    statistics: dict[int, tuple[Statistics, Statistics]],
+    train: Images,
+    test: Images,
+    parts: Sequence[str],
 ) -> dict[int, dict[str, Scores | None]]:
-    weights = torch.stack([batch.final[number][place_of_weights] for number in batch.ended])
+    weights = torch.stack([batch.final[number][which] for number in batch.ended])
     labels = train.labels.cpu().numpy()
     found: dict[int, dict[str, Scores | None]] = {number: {} for number in batch.ended}
     for part in parts:
@@ -53,10 +109,17 @@ def _scores_of(
             numbers = [batch.ended[place] for place in places]
             config = batch.rows[numbers[0]].config
             data = test if part == "test" else _rows_of(train, _chosen(part, labels, config))
-            sums = score(config.model, batch.layout, weights[places], data)
+            together = _stacked([statistics[number][which] for number in numbers])
+            sums = score(config.model, batch.layout, weights[places], data, together)
             for place, number in enumerate(numbers):
                 found[number][part] = _scores(sums, place, data.labels)
     return found
+
+
+def _stacked(each: list[Statistics]) -> Statistics:
+    """Return the statistics of several runs as [G, C]."""
+    norms = zip(*each, strict=True)
+    return [(torch.stack([one[0] for one in norm]), torch.stack([one[1] for one in norm])) for norm in norms]
 
 
 def _address(part: str, config: RunConfig) -> Hashable:
@@ -84,7 +147,9 @@ def _rows_of(data: Images, rows: NDArray[np.int64]) -> Images:
     return Images(data.images[chosen], data.labels[chosen], data.scale, data.shift)
 
 
-def score(model: str, layout: Layout, weights: Tensor, data: Images, chunk: int = 500) -> tuple[Tensor, Tensor, Tensor]:
+def score(
+    model: str, layout: Layout, weights: Tensor, data: Images, statistics: Statistics, chunk: int = 500
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean loss, accuracy and accuracy per class of every row of `weights` [G, P] on `data`."""
     total, num_rows, device = len(data.labels), len(weights), data.labels.device
     num_classes = int(data.labels.max()) + 1
@@ -96,7 +161,9 @@ def score(model: str, layout: Layout, weights: Tensor, data: Images, chunk: int 
         for start in range(0, total, chunk):
             rows = torch.arange(start, min(start + chunk, total), device=device, dtype=torch.int32)
             images, labels = data.select(rows)
-            found = logits(parameters, images.expand(num_rows, *images.shape).contiguous(), None)
+            found = logits(
+                parameters, images.expand(num_rows, *images.shape).contiguous(), Pass(statistics=list(statistics))
+            )
             every = labels.expand(num_rows, -1)
             loss -= found.gather(-1, every[..., None]).sum((1, 2))
             right.scatter_add_(1, every, (found.argmax(-1) == every).float())

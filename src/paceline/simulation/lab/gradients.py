@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline.interfaces import Layout
 from paceline.simulation.lab.inputs import BatchInputs, Gradients
 from paceline.simulation.lab.models import BATCHED
+from paceline.simulation.lab.nets.layers import Pass
 
 
 class Autograd:
@@ -22,13 +23,12 @@ class Autograd:
         self._targets = views(layout, gradient)
 
     def __call__(self) -> None:
-        inputs, at = self._inputs, self._inputs.at
+        inputs = self._inputs
         with torch.no_grad():
             torch.index_select(inputs.held, 0, inputs.owners_now, out=self._held.detach())
-        images, labels = inputs.data.select(inputs.samples.index_select(0, at)[0])
-        weights = inputs.weights.index_select(0, at)[0]
-        keys = [(low.index_select(0, at)[0], high.index_select(0, at)[0]) for low, high in inputs.keys]
-        found = self._logits(self._leaves, images, keys)
+        images, labels, weights = inputs.batch_now()
+        present = weights.view(len(weights), -1, inputs.batch) > 0
+        found = self._logits(self._leaves, images, Pass([inputs.now(each) for each in inputs.keys], present))
         losses = -(found.gather(-1, labels[..., None]).squeeze(-1) * weights).sum(-1)
         gradients = torch.autograd.grad(losses.sum(), list(self._leaves.values()))
         with torch.no_grad():
@@ -41,8 +41,9 @@ def gradients_for(model: str, inputs: BatchInputs, layout: Layout, gradient: Ten
     """Return the Triton kernels on a GPU if Triton is installed, otherwise `Autograd`."""
     if gradient.is_cuda and importlib.util.find_spec("triton") is not None:
         from paceline.simulation.lab.fused_gradients import FUSED
+        from paceline.simulation.lab.nets.fused_resnet20 import FusedResNet20
 
-        return FUSED[model](inputs, layout, gradient, losses)
+        return {**FUSED, "resnet20": FusedResNet20}[model](inputs, layout, gradient, losses)
     return Autograd(model, inputs, layout, gradient, losses)
 
 

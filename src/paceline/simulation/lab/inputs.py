@@ -1,4 +1,4 @@
-"""Inputs of a lab run at each update: sample indices, sample weights, keys of the dropout masks."""
+"""Inputs of a lab run at each update: sample indices, sample weights, keys of dropout masks and augmentation."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from paceline.config import RunConfig
 from paceline.data.sampler import Batches
 from paceline.randomness import mix64_array
 from paceline.simulation.lab.arrival_order import NO_WORKER, ArrivalOrder
+from paceline.simulation.lab.augmentation import augmented, hashes_of
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,13 @@ class Images:
     shift: Tensor
     _padded: dict[int, Tensor] = field(default_factory=dict)
 
-    def select(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return normalised images and labels of the samples `rows`, a tensor of any shape."""
+    def select(self, rows: Tensor, hashes: Tensor | None = None, ways: tuple[str, ...] = ()) -> tuple[Tensor, Tensor]:
+        """Return normalised images and labels of the samples `rows`, a tensor of any shape; augment them by `ways`."""
         flat = rows.flatten()
-        images = torch.addcmul(self.shift, self.images.index_select(0, flat).to(torch.float32), self.scale)
+        chosen = self.images.index_select(0, flat)
+        if hashes is not None:
+            chosen = augmented(chosen, hashes.flatten(1), ways)
+        images = torch.addcmul(self.shift, chosen.to(torch.float32), self.scale)
         return images.view(*rows.shape, *images.shape[1:]), self.labels.index_select(0, flat).view(rows.shape)
 
     def padded(self, margin: int) -> Tensor:
@@ -92,6 +96,20 @@ class BatchInputs:
     owner: Tensor  # int64 [T or 1, R]: row of `held` at which the gradient is computed
     held: Tensor  # [rows, P]: the workers' copies of the weights
     batch: int
+    ways: tuple[str, ...] = ()  # of augmentation
+    choices: tuple[Tensor, Tensor] | None = None  # its keys, int32 [T, R, pushes], low and high halves
+
+    def now(self, each: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return both halves of the current update's keys."""
+        low, high = (half.index_select(0, self.at)[0] for half in each)
+        return low, high
+
+    def batch_now(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the images, labels and sample weights of the current update."""
+        rows = self.samples.index_select(0, self.at)[0]
+        hashes = hashes_of(*self.now(self.choices), self.batch) if self.choices is not None else None
+        images, labels = self.data.select(rows, hashes, self.ways)
+        return images, labels, self.weights.index_select(0, self.at)[0]
 
     @property
     def owners_now(self) -> Tensor:

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from paceline.errors import UserError
+from paceline.settings.preprocessing import ways_of
 from paceline.settings.rules import AUTOMATIC, average_horizon, chosen, rule_of
 from paceline.simulation.lab.batch import LabRun
 
 MEMORY_SHARE = 0.6  # share of the device's free memory to use
 CPU_MEMORY = 4 * 2.0**30
-ACTIVATIONS = {"lenet5": 25_000, "cnn": 125_000}  # approximate floats per sample
+ACTIVATIONS = {"lenet5": 25_000, "cnn": 125_000, "resnet20": 230_000}  # approximate floats per sample
 AUTOGRAD_FACTOR = 8  # autograd takes so many times the floats of the kernels
 
 
@@ -23,7 +24,7 @@ def group_rows(rows: list[LabRun]) -> list[list[LabRun]]:
         c = row.config
         rule = f"{c.rule} {chosen(c, row.skew).rule}" if c.rule in AUTOMATIC else c.rule
         kind = (c.model, row.trace.workers.shape[1], c.optimizer, c.momentum, c.nesterov, tuple(c.betas), c.batch_size)
-        groups.setdefault((*kind, c.weight_decay, c.clip, rule, average_horizon(c)), []).append(row)
+        groups.setdefault((*kind, c.weight_decay, c.clip, rule, average_horizon(c), ways_of(c)), []).append(row)
     return list(groups.values())
 
 

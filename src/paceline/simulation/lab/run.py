@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +21,11 @@ from paceline.runs.result import summarise
 from paceline.settings.preprocessing import ways_of
 from paceline.settings.strategies import strategy_of
 from paceline.simulation.lab.batch import RunBatch
-from paceline.simulation.lab.evaluation import ALL_PARTS, scores_of
+from paceline.simulation.lab.evaluation import ALL_PARTS, Statistics, buffers_of, estimated, scores_of
 from paceline.simulation.lab.inputs import Images
-from paceline.simulation.lab.models import BATCHED
+from paceline.simulation.lab.models import AUGMENTED, BATCHED
 from paceline.simulation.lab.packing import available_memory, group_rows, memory_of, split_to_fit
+from paceline.simulation.lab.saved_state import restore_batches, save_batches
 from paceline.simulation.lab.trace_pool import traced
 from paceline.system.subnormals import flush_subnormals
 from paceline.system.terminal import seconds_text
@@ -37,6 +40,8 @@ class LabResult:
     weights: Tensor  # the evaluated weights
     live: Tensor
     layout: Layout
+    buffers: dict[str, Tensor]  # running statistics of the evaluated weights, by their names in the model
+    live_buffers: dict[str, Tensor]
 
 
 CHUNK = 40  # updates that a batch of runs queues before the next batch's turn
@@ -56,6 +61,7 @@ class LabTimes:
     num_kinds: int = 0  # fewer than batches if the device has too little memory for all runs of a kind at once
     gradients: int = 0
     longest: int = 0  # updates of the longest run, which are sequential
+    num_left: int = 0  # runs that have not ended because the time was up
 
     def line(self) -> str:
         """Return the times as one line."""
@@ -83,15 +89,12 @@ def images_of(dataset: Dataset, train: bool, device: torch.device) -> Images:
 def check_rows(configs: list[RunConfig]) -> None:
     """Raise UserError if the lab does not support a config."""
     for config in configs:
-        if config.model not in BATCHED or config.task is not None:
-            raise UserError(f"the lab trains {' and '.join(BATCHED)}, not {config.task or config.model}")
+        _check_model(config)
         if strategy_of(config).is_local or config.eval_every is not None or config.faults is not None:
             lacks = "no local steps, no --eval-every and no --faults"
             raise UserError(f"the lab has {lacks} ({config.strategy} given): use 'paceline simulate'")
         if config.max_seconds is not None:
             raise UserError("the lab has no --max-seconds: leave it out, or use 'paceline simulate'")
-        if ways_of(config) or config.dataset == "imagenet":
-            raise UserError(f"the lab does not transform images: leave out --augment, or --dataset {config.dataset}")
         if config.codec is not None or config.pull_codec is not None:
             raise UserError("the lab has no codecs: use 'paceline simulate', which computes on the CPU")
         if config.aggregate is not None or config.robust:
@@ -104,6 +107,28 @@ def check_rows(configs: list[RunConfig]) -> None:
             raise UserError("the lab has a fixed step: leave out --precision, --compile, --capture and --accumulate")
 
 
+def _check_model(config: RunConfig) -> None:
+    """Raise UserError if the lab cannot train the config's model on its data."""
+    if config.model not in BATCHED or config.task is not None:
+        raise UserError(f"the lab trains {', '.join(BATCHED)}, not {config.task or config.model}")
+    if config.dataset == "imagenet":
+        raise UserError("the lab does not decode images: use --dataset cifar10")
+    if ways_of(config) and config.model not in AUGMENTED:
+        raise UserError(f"the lab augments the images of {' and '.join(AUGMENTED)} only: add --augment none")
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Where the state of unfinished runs is kept, and when to save it and stop, if at all."""
+
+    folder: Path
+    at: float = math.inf  # a time of `perf_counter`
+
+    @property
+    def is_due(self) -> bool:
+        return time.perf_counter() >= self.at
+
+
 def run_rows(
     configs: list[RunConfig],
     dataset: Dataset,
@@ -111,8 +136,12 @@ def run_rows(
     progress: Progress,
     spent: LabTimes | None = None,
     parts: Sequence[str] = ALL_PARTS,
+    pause: Pause | None = None,
 ) -> Iterator[LabResult]:
-    """Train all configs, batch by batch in turns, and yield each result as soon as its run ends."""
+    """Train all configs, batch by batch in turns, and yield each result as soon as its run ends.
+
+    With `pause`, go on from the state that an earlier call has kept, and keep it again when the time is up.
+    """
     check_rows(configs)
     flush_subnormals()
     spent = spent or LabTimes()
@@ -121,15 +150,18 @@ def run_rows(
     train, test = images_of(dataset, True, device), images_of(dataset, False, device)
     began = time.perf_counter()
     rows = traced(configs, dataset, progress)
-    total, done = sum(row.trace.workers.size for row in rows), 0
+    total = sum(row.trace.workers.size for row in rows)
     started, scoring = time.perf_counter(), 0.0
     spent.tracing += started - began
     spent.num_rows += len(rows)
     spent.longest = max(spent.longest, *(len(row.trace) for row in rows))
-    room, kinds = available_memory(device), group_rows(rows)
+    room = available_memory(device)
+    active, fresh = restore_batches(pause.folder, rows, train) if pause is not None else ([], rows)
+    kinds = group_rows(fresh)
     waiting = split_to_fit(kinds, room, device)
-    spent.num_kinds, spent.num_batches = spent.num_kinds + len(kinds), spent.num_batches + len(waiting)
-    active: list[RunBatch] = []
+    spent.num_kinds += len(kinds) + len(active)
+    spent.num_batches += len(waiting) + len(active)
+    before = done = sum(batch.gradients_done for batch in active)
     while active or waiting:
         taken = sum(memory_of(batch.rows, device) for batch in active)
         while waiting and (not active or taken + memory_of(waiting[0], device) <= room):
@@ -145,15 +177,21 @@ def run_rows(
                 found = list(_results(batch, train, test, parts, paused - began))
                 scoring += time.perf_counter() - paused
                 yield from found
+        if pause is not None and pause.is_due:
+            break
         if not ready:
             time.sleep(POLL)
-    spent.gradients += total
+    if pause is not None:
+        save_batches(active, rows, pause.folder)
+    spent.num_left += sum(len(batch.rows) for batch in active) + sum(map(len, waiting))
+    spent.gradients += done - before
     spent.scoring += scoring
     spent.training += time.perf_counter() - started - scoring
 
 
 def _results(batch: RunBatch, train: Images, test: Images, parts: Sequence[str], seconds: float) -> Iterator[LabResult]:
-    for number, scores in scores_of(batch, train, test, parts).items():
+    statistics = {number: _statistics_of(batch, number, train) for number in batch.ended}
+    for number, scores in scores_of(batch, statistics, train, test, parts).items():
         row, (evaluated, live) = batch.rows[number], batch.final[number]
         finite = bool(torch.isfinite(evaluated).all())
         result = summarise(row.config, row.trace.server, row.trace.virtual_seconds, scores if finite else {})
@@ -163,4 +201,12 @@ def _results(batch: RunBatch, train: Images, test: Images, parts: Sequence[str],
         status = "diverged" if not finite else COLLAPSED if why is not None else "finished"
         result |= {"status": status, "reason": why, "lab_seconds": round(seconds, 3)}
         result["rule_applied"] = batch.rule.name  # the arrival order was simulated without weights
-        yield LabResult(row.config, result, evaluated.cpu(), live.cpu(), batch.layout)
+        buffers = (buffers_of(row.config.model, each) for each in statistics[number])
+        yield LabResult(row.config, result, evaluated.cpu(), live.cpu(), batch.layout, *buffers)
+
+
+def _statistics_of(batch: RunBatch, number: int, train: Images) -> tuple[Statistics, Statistics]:
+    """Return the running statistics of a finished run's evaluated and live weights."""
+    (evaluated, live), config = batch.final[number], batch.rows[number].config
+    found = estimated(config, batch.layout, evaluated, train)
+    return found, found if torch.equal(evaluated, live) else estimated(config, batch.layout, live, train)
