@@ -377,12 +377,12 @@ class Session:
         if self._loop is not None and self._made and not self._is_final:
             self.finish()
 
-    def report(self, **figures: float) -> None:
+    def report(self, **figures: float | Tensor) -> None:
         """Record metrics you measured (an accuracy, say) in the run's result. `--target` can refer to them."""
         for name, value in figures.items():
             if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.numel() == 1):
                 raise UserError(f"session.report({name}={value!r}): give a number, or a tensor of one element")
-        self._env.transport.report({name: float(value) for name, value in figures.items()})
+        self._env.transport.report({name: float(x.item() if hasattr(x, "item") else x) for name, x in figures.items()})
 
 
 def join(config: RunConfig | None = None) -> Session:
