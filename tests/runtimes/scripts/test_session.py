@@ -6,6 +6,7 @@ import io
 import math
 import random
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, pairwise
@@ -626,6 +627,29 @@ def test_advice_after_a_divergence_names_what_the_script_can_change(tmp_path: Pa
         assert "lower lr (now 0.25) in the script, or call torch.nn.utils.clip_grad_norm_(" in why
     else:
         assert "No step was made yet, so look for a NaN or infinity in the script's inputs" in why
+
+
+def test_a_loop_without_prepared_data_is_told_that_it_is_not_divided(tmp_path: Path) -> None:
+    shared, alone, split = (
+        OneServer(tmp_path / name, strategy="async", workers=workers)
+        for name, workers in (("shared", 2), ("alone", 1), ("split", 2))
+    )
+    small(shared.session(0))
+    small(alone.session(0))
+    divided = split.session(0)
+    divided.split(list(range(8)))
+    small(divided)
+    (note,) = shared.facts[0]["notes"]
+    assert "no loader or data set" in note and "every worker trains on all of it" in note
+    assert alone.facts[0]["notes"] == split.facts[0]["notes"] == []
+
+
+def test_a_loss_is_reported_as_it_is_without_a_warning_of_torch() -> None:
+    session = one_worker()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        session.report(loss=torch.ones((), requires_grad=True) * 2, right=torch.tensor(True), count=3)
+    assert session._env.transport.figures == {"loss": 2.0, "right": 1.0, "count": 3.0}  # type: ignore[attr-defined]
 
 
 def one_worker() -> Session:

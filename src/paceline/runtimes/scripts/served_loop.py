@@ -35,6 +35,7 @@ from paceline.runtimes.scripts.loading.places import LoopPlaces
 from paceline.runtimes.scripts.optimizer import AdoptedOptimizer, PushStep, join_states, settings_of
 from paceline.runtimes.scripts.standalone import InProcessClient
 from paceline.runtimes.worker_loop import StepTimer
+from paceline.settings.preprocessing import split_of
 from paceline.tasks.script_model import save_tensors
 from paceline.transports.protocol import ScriptTransport
 
@@ -79,7 +80,7 @@ class ServedLoop:
         loaders: Sequence[WorkerLoader],
         divisions: Divisions,
     ) -> None:
-        self._env, self._config, self._loaders = env, config, loaders
+        self._env, self._config, self._loaders, self._divisions = env, config, loaders, divisions
         self._transport, self._timer = env.transport, StepTimer(config, env.worker)
         self.optimizers = self._adopt(handed.optimizers)
         self.places = LoopPlaces(loaders, handed.schedulers, divisions)
@@ -160,6 +161,10 @@ class ServedLoop:
 
     def _notes(self) -> list[str]:
         notes = [note for loader in self._loaders for note in (loader.facts.note, loader.facts.unresumable) if note]
+        shares_data = self._divisions.newest.parts > 1 and split_of(self._config).kind != "full"
+        if shares_data and not self._loaders and not self._divisions.is_split:
+            what = "session.prepare(...) was given no loader or data set, so a step counts as one sample"
+            notes.append(f"{what}, and data that the loop reads is not divided: every worker trains on all of it")
         if converted := self.bound.converted:
             more = f" and {len(converted) - 1} more" if len(converted) > 1 else ""
             kinds = sorted({str(p.dtype).removeprefix("torch.") for p in self.bound.parameters} - {"float32"})

@@ -28,6 +28,7 @@ class Divisions:
         workers = config.workers or 1
         self._by_first_pass = [(0, Division(0, worker % workers, workers))]
         self.generation = 0  # of the newest division that the worker has heard of
+        self.is_split = False  # whether the script has taken its part of some data itself
 
     @property
     def newest(self) -> Division:
@@ -79,6 +80,7 @@ def part_of(data: Any, config: RunConfig, divisions: Divisions) -> Any:
         raise UserError(f"{what}: give a tensor, an array or a list") from None
     if not part.stop - part.start:
         raise UserError(f"session.split(...): {length} items for {workers} workers: use fewer workers")
+    divisions.is_split = True
     return found
 
 
