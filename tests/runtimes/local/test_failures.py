@@ -52,6 +52,12 @@ def test_one_line_names_the_exception_and_its_place(script: str, text: str, tmp_
     assert describe_exception(raised_by(tmp_path / "train.py", script)).text.endswith(text)
 
 
+def test_a_script_that_asks_for_a_process_group_is_told_to_leave_it_out(tmp_path: Path) -> None:
+    script = "import torch.distributed as dist\n\ndist.init_process_group('gloo')\n"
+    text = describe_exception(raised_by(tmp_path / "train.py", script)).text
+    assert "(train.py, line 3); Paceline starts the workers and averages: leave out init_process_group" in text
+
+
 def test_one_traceback_is_shown_and_a_line_for_each_other_failure() -> None:
     rows: list[dict[str, Any]] = []
     failures = WorkerFailures()

@@ -471,3 +471,36 @@ def test_a_syntax_error_names_its_line(
     Path("train.py").write_text("import torch\n\nfor x in :\n    pass\n")
     assert main(["run", "-n", "2", "train.py"]) == 2
     assert capsys.readouterr().err == "paceline: train.py, line 3: invalid syntax: Python cannot read this script\n"
+
+
+WITH_GROUP = """import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sampler = DistributedSampler(data)
+loader = DataLoader(data, sampler=sampler)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_what_only_a_process_group_needs_is_named_with_its_lines(tmp_path: Path) -> None:
+    lines = refusal(tmp_path, WITH_GROUP)
+    assert [line for line in lines if line.startswith("line ")] == [
+        "line 7: init_process_group(...): leave it out",
+        "line 8: DistributedDataParallel(...): use the model itself",
+        "line 10: DistributedSampler(...): give the DataLoader shuffle=True",
+        "line 13: set_epoch(...): leave it out",
+        "line 18: destroy_process_group(...): leave it out",
+    ]
+    assert not any(line.startswith("line ") for line in refusal(tmp_path, FLAT + "loader.set_epoch(1)\n"))

@@ -17,6 +17,10 @@ from paceline.runs.folder import RunFolder
 MAX_SAID, MAX_TRACEBACK = 200, 20_000  # characters of an exception in one line, and of its traceback
 COMPLAINT = "complaint"  # the kind of notice about a process that ends with an error of ours
 SAME_SECONDS = 0.3  # how long to wait for other workers that fail in the same way
+NO_GROUP = (
+    "; Paceline starts the workers and averages: leave out init_process_group, DistributedDataParallel and sampler"
+)
+_GROUP_SIGNS = "environment variable RANK expected", "process group has not been initialized"
 _OURS = str(Path(__file__).parents[2])
 
 
@@ -38,6 +42,7 @@ def describe_exception(error: BaseException) -> RaisedException:
         begin = error.__traceback__  # the user's code has no frame in it: show all
     what = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
     text = f"{' '.join(what.split()).removesuffix(':')[:MAX_SAID]}{_place(error, begin)}"
+    text += NO_GROUP if any(sign in what for sign in _GROUP_SIGNS) else ""
     shown = "".join(traceback.format_exception(type(error), error, begin)) if not isinstance(error, SystemExit) else ""
     return RaisedException(text, shown[-MAX_TRACEBACK:])
 
