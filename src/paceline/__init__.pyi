@@ -54,7 +54,7 @@ def train(
     weight_decay: float = 0.0,
     clip: float | None = None,
     schedule: str = "constant",
-    warmup: float = 0.0,
+    warmup: float | None = None,
     scale_lr: str | float = "none",
     batch_size: int = 32,
     epochs: float = 6.0,
@@ -147,7 +147,7 @@ def train(
     weight_decay: weight decay added to the gradient (adamw, muon: to steps)
     clip: maximum gradient norm; scale larger gradients down
     schedule: lr schedule: constant, cosine, exponential[:FACTOR] or steps:80,120 (/ 10)
-    warmup: fraction of the run over which lr grows from 0
+    warmup: fraction of the run over which lr grows (rule auto: up to .1)
     scale_lr: multiply lr: none, auto (by the pushes that one update averages) or a factor
     batch_size: samples in one batch of one worker
     epochs: number of epochs

@@ -30,7 +30,7 @@ class OneServer:
     """A server that the first session's model makes. Its policy must answer every push at once."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        self.config = resolve(RunConfig(**settings, task=SCRIPT, runs=str(folder), name="run"))
+        self.config = resolve(RunConfig(**settings, task=f"{SCRIPT}:loop", runs=str(folder), name="run"))
         self.folder = RunFolder.create(self.config)
         self.server: Server | None = None
         self.facts: list[dict[str, Any]] = []  # of the first messages

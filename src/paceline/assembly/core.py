@@ -55,7 +55,7 @@ def _schedule(config: RunConfig) -> Schedule:
     form = schedule_of(config)
     passes = config.epochs if config.epoch_mode == "own" else None
     base = (config.lr or 0.0) * lr_scale(config)
-    return Schedule(base, form.kind, form.factor, config.warmup, passes, form.milestones)
+    return Schedule(base, form.kind, form.factor, config.warmup or 0.0, passes, form.milestones)
 
 
 def make_rule(

@@ -162,9 +162,9 @@ def resolve(config: RunConfig, launched: bool = False) -> RunConfig:
         **_weights(config),
         data_dir=os.path.abspath(config.data_dir) if config.data_dir is not None else None,  # noqa: PTH100
     )
-    if lr_scale(resolved) > 1.0 and not resolved.warmup and resolved.scale_lr == "auto":
+    if lr_scale(resolved) > 1.0 and resolved.warmup is None and resolved.scale_lr == "auto":
         resolved = dataclasses.replace(resolved, warmup=AUTO_WARMUP)
-    if resolved.rule == "auto" and not resolved.warmup and not is_script(resolved):
+    if resolved.rule == "auto" and resolved.warmup is None and not is_script(resolved):
         resolved = dataclasses.replace(resolved, warmup=chosen(resolved, None).warmup(workers))
     return resolved
 

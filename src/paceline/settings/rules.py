@@ -38,9 +38,9 @@ class RuleChoice:
         """The factor of the learning rate."""
         return min(1.0, self.most / workers) if self.most else 1.0
 
-    def warmup(self, workers: int) -> float:
+    def warmup(self, workers: int) -> float | None:
         """The share of the run over which lr grows, if the user gives none: networks are sharpest when they start."""
-        return min(MAX_WARMUP, WARMUP_OF_MANY / workers) if self.is_measured else 0.0
+        return min(MAX_WARMUP, WARMUP_OF_MANY / workers) if self.is_measured else None
 
     def line(self, workers: int) -> str:
         """The line that tells the user."""

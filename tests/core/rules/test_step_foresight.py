@@ -139,7 +139,7 @@ def test_classical_momentum_steps_as_under_its_own_rule() -> None:
     state, states = rule.start(one), classical.start(other)
     for update in range(30):
         gradient = torch.randn(3, generator=torch.Generator().manual_seed(update))
-        arrival = Arrival(update % 3, min(update, 2), torch.tensor(0.1), 3)
+        arrival = Arrival(update % 3, 2, torch.tensor(0.1), 3)
         rule.apply(one, state, gradient, arrival)
         classical.apply(other, states, gradient, arrival)
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

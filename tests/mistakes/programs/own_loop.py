@@ -13,17 +13,28 @@ import paceline  # noqa: E402
 
 session = paceline.join()
 data = TensorDataset(torch.rand(1024, 2), torch.arange(1024) % 2)
-model = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-if mistake != "no-prepare":
+model = torch.nn.Linear(2, 2, bias=mistake != "other-model" or session.worker == 0)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e20 if mistake == "long-steps" else 0.1)
+if mistake == "other-optimizer" and session.worker == 1:
+    optimizer = torch.optim.Adam(model.parameters())
+if mistake == "no-loader":
+    model, optimizer = session.prepare(model, optimizer)
+    loader = DataLoader(data, batch_size=8, shuffle=True)
+elif mistake != "no-prepare":
     model, optimizer, loader = session.prepare(model, optimizer, DataLoader(data, batch_size=8))
 else:
     loader = DataLoader(data, batch_size=8)
 for step, (x, y) in enumerate(loader):
     optimizer.zero_grad()
-    loss = torch.nn.functional.cross_entropy(model(x), y)
+    outputs = model(x * float("nan") if mistake == "nan-inputs" else x)
+    loss = torch.nn.functional.cross_entropy(outputs, y)
+    if mistake == "long-steps":
+        loss = loss + outputs.square().mean()
     loss.backward()
     optimizer.step()
+    if mistake == "clamps":
+        with torch.no_grad():
+            model.weight.clamp_(-0.01, 0.01)
     if step < 4:
         continue
     if mistake == "all-raise" or (mistake == "one-raises" and session.worker == 1):
@@ -36,3 +47,5 @@ for step, (x, y) in enumerate(loader):
         break
 if mistake != "no-finish":
     session.finish()
+if mistake == "steps-after":
+    optimizer.step()

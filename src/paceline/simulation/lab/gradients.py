@@ -38,12 +38,15 @@ class Autograd:
 
 
 def gradients_for(model: str, inputs: BatchInputs, layout: Layout, gradient: Tensor, losses: Tensor) -> Gradients:
-    """Return the Triton kernels on a GPU if Triton is installed, otherwise `Autograd`."""
+    """Return the Triton kernels of a model on a GPU if Triton is installed, otherwise `Autograd`.
+
+    Those of ResNet-20 are left to `benchmarks/lab_resnet20.py`: their bfloat16 products were never compared on a GPU.
+    """
     if gradient.is_cuda and importlib.util.find_spec("triton") is not None:
         from paceline.simulation.lab.fused_gradients import FUSED
-        from paceline.simulation.lab.nets.fused_resnet20 import FusedResNet20
 
-        return {**FUSED, "resnet20": FusedResNet20}[model](inputs, layout, gradient, losses)
+        if model in FUSED:
+            return FUSED[model](inputs, layout, gradient, losses)
     return Autograd(model, inputs, layout, gradient, losses)
 
 

@@ -18,6 +18,7 @@ AGREED = {
     "numbers": "the parameter groups of their optimizers",
 }
 """The facts in which all loops must agree with the first, and what they are about."""
+MODEL = "build the same model in all workers, whatever session.worker is"
 
 
 def expected_facts(first: Hello) -> dict[str, Any]:
@@ -35,8 +36,8 @@ def require_same_loops(hellos: Sequence[Hello]) -> None:
     for other in others:
         mine = f"worker {other.join.worker}"
         for tell, remedy in (
-            (_parameters, "build the same model in all workers"),
-            (_buffers, "build the same model in all workers"),
+            (_parameters, MODEL),
+            (_buffers, MODEL),
             (_optimizers, "make the same optimizers in all workers"),
             (_samples, "give session.prepare(...) the same data in all workers"),
         ):
