@@ -25,7 +25,7 @@ SECONDS = 120
 HARMLESS = ("one-ends", "one-breaks", "no-finish")
 """Ways to leave a loop that end the run well; that one worker left before the others is said."""
 SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "COLUMNS": "100", "CUDA_VISIBLE_DEVICES": ""}
-PROGRESS = re.compile(r" *(\d+ %  )?update \d")
+PROGRESS = re.compile(r" *(\d+ %  )?update \d+  ")
 Mistake = tuple[str, str]  # a command and the answer to it
 
 
