@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import raise_on_signals
-from paceline.system.signals import handle_signals, leave_signal
+from paceline.system import signals
+from paceline.system.signals import PRESS_SECONDS, handle_signals, leave_signal, stop_signals
 from tests.support.waiting import until
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
@@ -79,3 +80,17 @@ def test_a_worker_that_does_not_finish_is_interrupted() -> None:
 def test_an_interrupt_does_not_wait() -> None:
     with raise_on_signals(), pytest.raises(KeyboardInterrupt), leave_signal(seconds=60.0):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_a_ctrl_c_pressed_twice_asks_once_and_a_later_one_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now)
+    told: list[object] = []
+    with pytest.raises(KeyboardInterrupt), stop_signals(told.append) as reasons:
+        signal.raise_signal(signal.SIGINT)
+        now += PRESS_SECONDS / 20
+        signal.raise_signal(signal.SIGINT)
+        assert reasons == ["interrupted"] and len(told) == 1
+        now += PRESS_SECONDS
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("it still waits")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPT_SIGNALS = (*STOP_SIGNALS, signal.SIGALRM)
 """Signals that InterruptHandler handles: SIGALRM repeats one that came during an import."""
 RETRY_SECONDS = 0.02
+PRESS_SECONDS = 1.0  # Ctrl-C pressed twice within this time asks once
 
 Handler = Callable[[int, FrameType | None], None]
 
@@ -80,14 +82,32 @@ def leave_signal(seconds: float) -> Iterator[Callable[[], bool]]:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
+class StopRequests:
+    """What was asked of a run that is being stopped: a Ctrl-C well after the first signal asks not to wait."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    def are_new(self, number: int) -> bool:
+        """Whether this signal is to be acted on. Raise KeyboardInterrupt if it asks not to wait any longer."""
+        now = time.monotonic()
+        if self._first is None or number != signal.SIGINT:
+            self._first = now if self._first is None else self._first
+            return True
+        if now - self._first > PRESS_SECONDS:
+            raise KeyboardInterrupt
+        return False
+
+
 @contextlib.contextmanager
 def stop_signals(report: Report, react: Callable[[str], None] | None = None) -> Iterator[list[str]]:
-    """Collect Ctrl-C and SIGTERM as reasons to stop, polled between steps; a second Ctrl-C raises at once."""
+    """Collect Ctrl-C and SIGTERM as reasons to stop, polled between steps; a Ctrl-C a second later raises."""
     reasons: list[str] = []
+    requests = StopRequests()
 
     def stop(number: int, frame: object) -> None:
-        if reasons and number == signal.SIGINT:
-            raise KeyboardInterrupt
+        if not requests.are_new(number):
+            return
         reasons.append(INTERRUPTED if number == signal.SIGINT else TERMINATED)
         report({"kind": "stopping", "reason": reasons[0]})
         if react is not None:

@@ -30,7 +30,7 @@ from paceline.runtimes.local.worker_output import WorkerOutput
 from paceline.settings.fault_table import Fault, never_fired
 from paceline.settings.strategies import on_ring
 from paceline.system.memory import require_open_files
-from paceline.system.signals import INTERRUPTED, TERMINATED, handle_signals
+from paceline.system.signals import INTERRUPTED, TERMINATED, StopRequests, handle_signals
 from paceline.system.strict_json import to_json
 
 ENDING_SECONDS = 3.0
@@ -68,7 +68,7 @@ class Supervisor:
         self._raised: dict[int, dict[str, Any]] = {}  # the exceptions that ended processes, by process id
         self._finished = self._server_is_silent = False
         self._is_over = False  # whether training is over, or was told to stop
-        self._interrupts = 0
+        self._stop_requests = StopRequests()
 
     def start(self) -> None:
         """Start the server and all workers. Each worker has its own connection to the server."""
@@ -311,12 +311,11 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ask the server to stop on Ctrl-C or SIGTERM. A second Ctrl-C does not wait for it."""
+        """Ask the server to stop on Ctrl-C or SIGTERM. A Ctrl-C a second later does not wait for it."""
 
         def stop(number: int, frame: object) -> None:
-            self._interrupts += number == signal.SIGINT
-            if self._interrupts > 1:
-                raise KeyboardInterrupt
+            if not self._stop_requests.are_new(number):
+                return
             reason = INTERRUPTED if number == signal.SIGINT else TERMINATED
             self._is_over = True
             self._report({"kind": "stopping", "reason": reason})
