@@ -240,8 +240,9 @@ def test_the_learning_rate_is_scaled_by_the_pushes_of_an_update(
     config = resolve(RunConfig(strategy=strategy, workers=workers, scale_lr=scale, lr=0.1))
     assert lr_scale(config) == factor
     assert make_schedule(config).base == pytest.approx(0.1 * factor)
-    measured = 0.1 if config.rule == "auto" else 0.0  # the share over which measured steps warm up
+    measured = 0.1 if config.rule == "auto" else None  # the share over which measured steps warm up
     assert config.warmup == (AUTO_WARMUP if scale == "auto" and factor > 1 else measured)
+    assert resolve(RunConfig(strategy=strategy, workers=workers, scale_lr=scale, lr=0.1, warmup=0.0)).warmup == 0.0
 
 
 def test_the_rule_gets_the_optimizer_that_was_asked_for() -> None:

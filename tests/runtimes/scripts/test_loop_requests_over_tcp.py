@@ -189,6 +189,7 @@ def test_workers_wait_for_a_server_whose_disk_is_full(tmp_path: Path, error: Use
     """It can be resumed when there is room again."""
     with ServedLoops(tmp_path) as served:
         worker = served.worker()
+        until(lambda: bool(served.introductions.peers.by_worker), "the worker's place")
         with pytest.raises(UserError), served.introductions._telling(UserError):
             raise error
         told: list[str] = []
