@@ -209,6 +209,7 @@ def test_a_target_that_a_loop_missed_is_said(target: str | None, result: dict[st
     assert found is None if said is None else said in (found or "")
 
 
+@pytest.mark.long
 def test_a_target_that_an_evaluation_missed_is_said(capsys: Said) -> None:
     evaluated = ["--eval-every", "0.05", "--target", "accuracy>99.9"]
     assert main([*TRAIN, "--epochs", "0.1", *evaluated]) == 0

@@ -100,6 +100,7 @@ def test_statistics_and_scores_are_those_of_the_task(dataset: Dataset) -> None:
     assert buffers_of("lenet5", estimated(RunConfig(), one.layout, one.weights, images_of(dataset, True, CPU))) == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["async", "sync"])
 def test_runs_in_several_calls_are_those_of_one(
     dataset: Dataset, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
