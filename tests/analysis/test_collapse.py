@@ -119,7 +119,7 @@ def test_a_run_at_a_far_too_high_lr_collapses_and_says_so_everywhere(
     assert result["status"] == "collapsed" and result["train_accuracy"] < 12.0
     line = next(line for line in said.err.splitlines() if line.startswith("paceline: training collapsed"))
     assert result["reason"] in " ".join(said.err.split()) and line
-    assert f"--lr {TOO_HIGH / 10:g} (now {TOO_HIGH:g}), --warmup 0.05 or fewer --workers (now 4," in result["reason"]
+    assert f"--lr {TOO_HIGH / 10:g} (now {TOO_HIGH:g}) or fewer --workers (now 4," in result["reason"]
     for verb in (["list", "runs"], ["compare", "runs/high"], ["status", "runs/high"]):
         main(verb)
         assert "collapsed" in capsys.readouterr().out, verb

@@ -236,14 +236,14 @@ def test_a_collapsed_run_is_never_best_and_counts_as_failed() -> None:
 
 
 def test_the_lab_marks_a_run_that_collapsed() -> None:
-    epoch = SETTINGS.replace("steps = 4\n", 'epochs = 1\nthreads = 1\nstrategy = "async"\n')
-    write(epoch + "[grid]\nlr = [0.1, 0.01]\n")
+    epoch = SETTINGS.replace("steps = 4\n", 'epochs = 1\nthreads = 1\nstrategy = "async"\nrule = "plain"\n')
+    write(epoch + "[grid]\nlr = [0.2, 0.01]\n")
     assert main(["sweep", "try.toml"]) == 0
     found = results()
     assert all(result["lab"] for result in found.values())
-    high, usual = found["lr=0.1"], found["lr=0.01"]
+    high, usual = found["lr=0.2"], found["lr=0.01"]
     assert (high["status"], usual["status"], usual["reason"]) == ("collapsed", "finished", None)
-    assert "training collapsed" in high["reason"] and "try --lr 0.05 (now 0.1)" in high["reason"]
+    assert "training collapsed" in high["reason"] and "(now 0.2)" in high["reason"]
 
 
 def test_without_accuracies_the_lowest_loss_is_best_and_a_near_second_is_named() -> None:
