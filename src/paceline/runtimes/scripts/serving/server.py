@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import selectors
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,6 +57,7 @@ from paceline.transports.protocol import Hello, InitialTensors, unreadable
 from paceline.transports.shared_memory import SharedMemoryPeer
 
 NO_STEP = "no step reached the server: give session.prepare(...) the optimizer whose step() the loop calls"
+ENDING_SECONDS = 0.5
 MAX_NOTE, MAX_NUMBER = 1 << 12, 1e15
 _LENGTH = integer(0, 1 << 48)
 
@@ -227,14 +230,15 @@ def _gather(control: SupervisorChannel, config: RunConfig, awaited: set[int]) ->
     """Wait for the hello of every script. Return them in worker order, without scripts that ended before.
 
     `awaited` gets the numbers of workers that are to join later.
-    With `--restart-workers` a script that ended is waited for, until the supervisor says that it is gone.
+    With `--restart-workers` a script that ended is waited for, until the supervisor says that it is gone. If one ended
+    without a hello, the supervisor has `ENDING_SECONDS` to stop the run, because its exception may come later.
     """
-    selector = selectors.DefaultSelector()
+    selector, until = selectors.DefaultSelector(), -math.inf
     selector.register(control.connection, selectors.EVENT_READ)
     pending: set[int] = set(range(config.workers or 1))
     found: dict[int, tuple[SharedMemoryPeer, Hello]] = {}
-    while pending:
-        for key, _ in selector.select():
+    while pending or time.monotonic() < until:
+        for key, _ in selector.select(None if pending else until - time.monotonic()):
             if key.data is None:
                 order, fds = control.receive()
                 if order["kind"] == "stop":
@@ -255,6 +259,8 @@ def _gather(control: SupervisorChannel, config: RunConfig, awaited: set[int]) ->
                 if isinstance(message, Hello):
                     check_facts(message)
                     found[key.data.worker] = key.data, message
+                else:
+                    until = time.monotonic() + ENDING_SECONDS
                 if isinstance(message, Hello) or not config.restart_workers:
                     pending.discard(key.data.worker)
             except ProtocolError as error:
