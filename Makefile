@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS := .venv-docs
 LIBRARIES := .venv-integrations
+# Without compiled files, each process that a test starts compiles the source again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check coverage bench tour pages docs clean screenshots integrations

@@ -112,7 +112,7 @@ def test_damaged_snapshots_are_one_clear_line(run: Path, capsys: pytest.CaptureF
     assert f"{second} cannot be read (its checksum is wrong)" in said(capsys, str(run))
     second.unlink()
     assert "No such file" in said(capsys, str(run))
-    Path("task.py").write_text(TASK.replace("width=4", "width=6"))
+    Path("task.py").write_text(TASK.replace("width=4", "width=16"))
     sys.modules["__paceline_main__"] = None  # type: ignore[assignment]
     assert "the model was changed since the run" in said(capsys, str(run))
 
