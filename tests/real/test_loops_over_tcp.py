@@ -142,7 +142,7 @@ def test_other_code_is_one_line_and_the_place_stays_free(tmp_path: Path) -> None
     with ExitStack() as stack:
         server = serve(stack, tmp_path, *RUN, "--strategy", "async", "--workers", "1", "--script", "loop.py", "1", "0")
         where = (address_of(tmp_path / "runs/it"), "--token-file", "runs/it/token")
-        assert ": starting" in run("status", *where, cwd=tmp_path).out, "before a worker has told the model"
+        assert "1 worker:\nstarting\n" in run("status", *where, cwd=tmp_path).out, "before a worker has told the model"
         (other,) = workers(stack, tmp_path, 1, "--script", "elsewhere/loop.py")
         assert other.finish() == 2
         assert "elsewhere/sizes.py differs from the file on the server's machine" in other.err

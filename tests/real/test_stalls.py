@@ -14,6 +14,7 @@ import pytest
 
 from paceline.analysis.status import read_status
 from paceline.runs.events import read_events
+from paceline.system.terminal import seconds_text
 from tests.support import hanging_task
 from tests.support.cluster_commands import serve, workers
 from tests.support.commands import Command, replays, result_of, run
@@ -41,7 +42,7 @@ def assert_one_was_dropped(folder: Path, updates: int, said: str) -> int:
     worker = int(stalled["worker"])
     result = result_of(folder)
     assert (result["status"], result["updates"], result["lost_workers"]) == ("finished", updates, [worker])
-    line = f"worker {worker} has made no step for {stalled['seconds']:.0f} s; its usual step takes"
+    line = f"worker {worker} has made no step for {seconds_text(stalled['seconds'])}; its usual step takes"
     assert line in said and "it is dropped (--stall 1)" in said
     assert replays(folder)
     return worker

@@ -31,7 +31,7 @@ def test_a_slow_worker_and_a_stopped_one_are_named_while_the_run_goes_on(tmp_pat
         wait_for_causes(folder, {1: "compute", 2: "paused"})
         look = run("status", "runs/it", cwd=tmp_path)
         assert look.process.returncode == 0, look.err
-        assert "runs/it: async, lenet5, 3 workers: running, update" in look.out
+        assert "runs/it: async, lenet5 on fashion-mnist-sample, 3 workers: running, update" in look.out
         assert "worker 1 is slow (compute): " in look.out
         assert "worker 2 is paused: silent for" in look.out
         assert command.process.poll() is None

@@ -199,12 +199,12 @@ class Complaints:
         self._last = ""
         self._period_ends = float("-inf")
 
-    def add(self, text: str) -> None:
-        """Count a refused connection."""
+    def add(self, text: str | None) -> None:
+        """Count a connection that came to nothing; None: it asked for nothing, and gets no line."""
         self.total += 1
-        if self._num_told + len(self._waiting) < MAX_COMPLAINTS:
+        if text is not None and self._num_told + len(self._waiting) < MAX_COMPLAINTS:
             self._waiting.append(text)
-        else:
+        elif text is not None:
             self._num_others, self._last = self._num_others + 1, text
 
     def take(self, now: float, all_of_them: bool = False) -> list[str]:
@@ -242,7 +242,7 @@ class Listener:
 
     @property
     def num_refused(self) -> int:
-        """How many connections were refused since the start."""
+        """How many connections came to nothing since the start."""
         return self._complaints.total
 
     def fileno(self) -> int:
@@ -294,8 +294,7 @@ class Listener:
             self._poll.register(stranger.fileno(), select.EPOLLIN)
         except OSError as error:
             sock.close()
-            if not isinstance(error, ClosedByPeer):
-                self.complain(f"{peer} was turned away: {error}")
+            self._turned_away(peer, error)
             return
         self.strangers[stranger.fileno()] = stranger
         self._by_source.setdefault(stranger.source, []).append(stranger)
@@ -305,12 +304,9 @@ class Listener:
         number, wanted_write = stranger.fileno(), stranger.wants_write
         try:
             request = stranger.step()
-        except ClosedByPeer:  # closing it removed it from the poll
+        except (ClosedByPeer, ProtocolError) as error:  # closing it removed it from the poll
             self._forget(number)
-            return None
-        except ProtocolError as error:
-            self._forget(number)
-            self.complain(f"{stranger.peer} was turned away: {error}")
+            self._turned_away(stranger.peer, error)
             return None
         if request is not None:
             self._forget(number)
@@ -378,6 +374,9 @@ class Listener:
         here.remove(stranger)
         if not here:
             del self._by_source[stranger.source]
+
+    def _turned_away(self, peer: str, error: Exception) -> None:
+        self._complaints.add(None if isinstance(error, ClosedByPeer) else f"{peer} was turned away: {error}")
 
     def complain(self, text: str) -> None:
         """Count a refused connection; `complaints` tells the user."""

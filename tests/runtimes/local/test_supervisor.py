@@ -240,6 +240,20 @@ def test_a_complaint_because_the_server_was_killed_does_not_hide_that(benches: l
         bench.end(10, KILLED)
 
 
+def test_an_error_of_the_server_is_told_although_the_processes_end_before_it_is_heard(
+    benches: list[Bench], tmp_path: Path
+) -> None:
+    bench = make(benches, tmp_path, 0)
+    bench.server.send(to_json({"kind": "failed", "code": 2, "text": "two models"}).encode())
+    gone = {"kind": "complaint", "is_mistake": False, "pid": 21, "code": 1, "text": SERVER_GONE}
+    ended = {"status": EXITED, "how": "as the test says"}
+    for notice in ({"kind": "ended", "pid": 20, **ended}, gone, {"kind": "ended", "pid": 10, **ended}):
+        bench.forks.send(to_json(notice).encode())
+    with pytest.raises(UserError, match="^two models$"):
+        bench.supervisor._hear_server()
+    assert not bench.notes(), "no worker was lost"
+
+
 def test_words_of_the_server_that_were_read_at_the_end_of_a_worker_are_not_waited_for(
     benches: list[Bench], tmp_path: Path
 ) -> None:

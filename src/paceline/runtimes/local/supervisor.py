@@ -202,10 +202,10 @@ class Supervisor:
         if row is None:
             self._server_is_silent = True  # the fork server will report how it ended
         elif row["kind"] == "failed":
+            self._finished = True  # before the notices below are read: processes end because of it
             while select.select([self._forks.socket], [], [], 0.0)[0]:  # the cause may be a worker's exception
                 self._hear_forks()
-            self._finished = bool(self._failures)
-            if not self._finished:
+            if not self._failures:
                 raise error_of_child(row["text"], row["code"])
         elif row["kind"] == "finished":
             self._finished = True
@@ -266,8 +266,11 @@ class Supervisor:
         if notice["text"] == SERVER_GONE:
             self._await_end_of_server()
         name = self._names.get(notice["pid"], "a process")
-        is_killed = self._server_is_silent and not self._finished  # the fork server will report the server's end
-        if is_killed or (self._finished and self._was_restarted(name)):  # or it has come back too late
+        if self._finished:
+            is_late = notice["text"] == SERVER_GONE or self._was_restarted(name)
+        else:
+            is_late = self._server_is_silent  # it was killed: the fork server will report its end
+        if is_late:
             return
         if notice["is_mistake"] and is_script(self._config):
             self._note_exception({**notice, "traceback": ""})
