@@ -35,6 +35,7 @@ RUNS = st.builds(
     seconds=st.floats(0.0, 1e6),
     seconds_left=SECONDS,
     quiet_seconds=SECONDS,
+    step_factor=st.none() | st.floats(0.0, 1.0),
     span=SECONDS,
     workers=st.lists(WORKERS, max_size=6).map(tuple),
 )

@@ -70,6 +70,7 @@ class RunStatus:
     samples: int = 0
     loss: float | None = None  # mean over the latest pushes
     staleness: float | None = None  # mean over all pushes so far
+    step_factor: float | None = None  # what the rule's step limit multiplied the learning rate by, as last written
     test_accuracy: float | None = None  # latest evaluation, in percent
     validation_accuracy: float | None = None
     weights: str = "live"  # those that are scored: live, or averaged
@@ -133,6 +134,7 @@ def _status_of(folder: RunFolder, events: list[Row], quiet: float | None, damage
         samples=row.get("samples", 0),
         loss=last.get("loss"),
         staleness=last.get("staleness"),
+        step_factor=last.get("step_factor"),
         test_accuracy=(result or _last(events, "evaluation")).get("test_accuracy"),
         validation_accuracy=(result or _last(events, "evaluation")).get("validation_accuracy"),
         weights=kind_of(result or {}, config),

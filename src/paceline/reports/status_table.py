@@ -25,7 +25,15 @@ def format_status(status: RunStatus, width: int = 80) -> str:
 
 def format_run(status: RunStatus, width: int = 80) -> str:
     """Return the lines about the run as a whole."""
-    return "\n".join(fold(printable(line, MAX_LETTERS), width) for line in (_run_line(status), *status.damaged))
+    lines = (_run_line(status), *_step_limit(status), *status.damaged)
+    return "\n".join(fold(printable(line, MAX_LETTERS), width) for line in lines)
+
+
+def _step_limit(status: RunStatus) -> list[str]:
+    """Say by how much the rule shortens steps, if it does."""
+    if status.step_factor is None or status.step_factor >= 1.0:
+        return []
+    return [f"step limit: lr x {status.step_factor:.2g}, for the curvature that {status.num_workers} workers' steps meet"]
 
 
 def format_workers(status: RunStatus, width: int = 80, max_workers: int = MAX_WORKERS) -> list[str]:
