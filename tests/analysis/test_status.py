@@ -62,7 +62,11 @@ def test_a_run_in_this_process_is_running_then_finished(record: Record) -> None:
 def test_what_runs_is_judged_by_its_latest_rows_and_what_ended_by_all(tmp_path: Path) -> None:
     """Worker 1 was slow at first and is no more."""
     rows = [workers_row(0.0, ["live"] * 2, [0.0, 0.0], [0, 0]), workers_row(50.0, ["live"] * 2, [50.0, 50.0], [50, 5])]
-    rows += [progress_row(50.0, 0.5), progress_row(60.0, 0.6) | {"step_factor": 0.5}, workers_row(60.0, ["live"] * 2, [60.0, 60.0], [60, 15])]
+    rows += [
+        progress_row(50.0, 0.5),
+        progress_row(60.0, 0.6) | {"step_factor": 0.5},
+        workers_row(60.0, ["live"] * 2, [60.0, 60.0], [60, 15]),
+    ]
     folder = folder_with(tmp_path, *rows)
     with folder.locked():
         found = read_status(folder.path)

@@ -108,7 +108,11 @@ def test_a_connection_that_ends_at_any_moment_ends_alone(
             hall.serve()
             assert not hall.listener.strangers and hall.listener.num_refused == 1
             said = hall.listener.complaints()
-            assert len(said) == int(phase not in SILENT) and all("was turned away: " in text for text in said) and not hall.requests
+            assert (
+                len(said) == int(phase not in SILENT)
+                and all("was turned away: " in text for text in said)
+                and not hall.requests
+            )
         with hall.stranger() as honest:
             list(honest.phases())
             assert [found.fields["worker"] for found in hall.requests] == [3]

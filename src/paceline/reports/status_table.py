@@ -33,7 +33,9 @@ def _step_limit(status: RunStatus) -> list[str]:
     """Say by how much the rule shortens steps, if it does."""
     if status.step_factor is None or status.step_factor >= 1.0:
         return []
-    return [f"step limit: lr x {status.step_factor:.2g}, for the curvature that {status.num_workers} workers' steps meet"]
+    return [
+        f"step limit: lr x {status.step_factor:.2g}, for the curvature that {status.num_workers} workers' steps meet"
+    ]
 
 
 def format_workers(status: RunStatus, width: int = 80, max_workers: int = MAX_WORKERS) -> list[str]:

@@ -249,7 +249,7 @@ def test_an_error_of_the_server_is_told_although_the_processes_end_before_it_is_
     ended = {"status": EXITED, "how": "as the test says"}
     for notice in ({"kind": "ended", "pid": 20, **ended}, gone, {"kind": "ended", "pid": 10, **ended}):
         bench.forks.send(to_json(notice).encode())
-    with pytest.raises(UserError, match="^two models$"):
+    with pytest.raises(UserError, match=r"^two models$"):
         bench.supervisor._hear_server()
     assert not bench.notes(), "no worker was lost"
 
