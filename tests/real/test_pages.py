@@ -68,10 +68,10 @@ BOTH = {"weights": "averaged", "live_test_accuracy": 80.0, "live_test_loss": 0.6
 @pytest.mark.parametrize(
     ("averaged", "said"),
     [
-        (BOTH, "Best is live with 81.50 % test accuracy (live weights) in"),
+        (BOTH, "Best is live with 81.50 % test accuracy (live weights, the ones that all runs were scored with) in"),
         (
             {**BOTH, "validation_accuracy": 70.0, "live_validation_accuracy": 79.0},
-            "Best is averaged with 79.00 % validation accuracy (live weights) in",
+            "Best is averaged with 79.00 % validation accuracy (live weights, the ones that all runs were scored with)",
         ),
         ({"average": "on"}, "No best run: some were scored on live weights only, others on averaged weights only."),
     ],

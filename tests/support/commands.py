@@ -63,7 +63,10 @@ class Command:
         return self.process.returncode
 
     def family(self) -> dict[int, str]:
-        """Every process of this command's session that is alive, by pid, with its command line."""
+        """Every process of this command's session that is alive, by pid, with its command line.
+
+        A process without one has given its memory back and is about to be gone.
+        """
         alive = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
@@ -72,7 +75,7 @@ class Command:
                     command = (entry / "cmdline").read_text().replace("\0", " ")
                 except OSError:
                     continue
-                if int(fields[3]) == self.process.pid and fields[0] != "Z":
+                if int(fields[3]) == self.process.pid and fields[0] != "Z" and command:
                     alive[int(entry.name)] = command
         return alive
 
