@@ -1,4 +1,4 @@
-"""A classification run that learned nothing is marked; one that learned a little, or cannot be judged, is not."""
+"""A run that learned nothing is marked; one that learned a little, or cannot be judged, is not."""
 
 from __future__ import annotations
 
@@ -74,6 +74,14 @@ def dead_smoothed():
 def regression():
     x = points()
     return of(x, torch.zeros(len(x), 1), F.mse_loss, outputs=1, model=torch.nn.Linear(4, 1))
+
+def steep():
+    x = 3.0 * points(4000, 16)
+    return of(x, x.sum(1, keepdim=True), F.mse_loss, model=torch.nn.Linear(16, 1))
+
+def outliers():
+    x = points()
+    return of(x, x[:, :1] + 300.0 * (x[:, 1:2] > 3.0), F.mse_loss, model=torch.nn.Linear(4, 1))
 
 class Dead(torch.nn.Module):
     def __init__(self):
@@ -179,6 +187,22 @@ def test_a_task_that_is_hard_unbalanced_overfitted_or_no_classification_is_not_a
         assert result["train_accuracy"] > 95.0 and result["test_loss"] > 0.7 and result["test_accuracy"] < 62.0
     if name == "rare" and score == "all":
         assert result["train_accuracy"] < 99.0, "hardly better than never predicting the rare class"
+
+
+@pytest.mark.parametrize("strategy", ["async", "bounded:2"])
+def test_a_regression_whose_loss_exploded_without_a_nan_has_collapsed(strategy: str) -> None:
+    """The rule clips its pushes, so that the weights stay finite."""
+    result = own("steep", lr=0.4, strategy=strategy)
+    assert result["status"] == "collapsed" and result["train_loss"] > 100 * 144
+    assert "a loss of" in result["reason"] and "try --lr 0.04 (now 0.4)" in result["reason"]
+    assert own("steep", lr=0.001, strategy=strategy, runs="usual")["status"] == "finished"
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_regression_with_rare_outliers_is_not_accused(seed: int) -> None:
+    """The mean loss is about 100 times that of most batches."""
+    result = own("outliers", lr=0.001, seed=seed)
+    assert result["status"] == "finished", result["reason"]
 
 
 @pytest.mark.parametrize("settings", [{"epochs": 0.9, "lr": 1e-9}, {"score": "none"}, {"steps": 15, "batch_size": 240}])

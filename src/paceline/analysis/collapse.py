@@ -1,4 +1,4 @@
-"""Finds classification runs that learned nothing: their weights predict no better than the class frequencies."""
+"""Finds runs that learned nothing: they predict no better than the class frequencies, or far worse than untrained."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from paceline.core.server import Server
 from paceline.interfaces import Scores
 from paceline.runs.arrival_log import scan_log
 from paceline.runs.folder import TIME_IS_UP
-from paceline.runs.result import lower_lr, staleness_summary
+from paceline.runs.result import is_far_above_default, lower_lr, staleness_summary
 from paceline.settings.strategies import strategy_of
+from paceline.system.terminal import counted
 
 COLLAPSED = "collapsed"
 TOLERANCE = 0.001
@@ -31,11 +32,15 @@ ABOVE = 0.05
 """Part of the constant loss by which a loss is clearly above it."""
 EXPLODED = 3.0
 """A mean training loss so many times that of the initial weights, or the constant one, comes from steps too long."""
+FAR_EXPLODED = 100.0
+"""The same, of runs without classes: without a constant prediction to compare with, one batch stands for the start."""
 PEAK_PUSHES = 3
 """Pushes over which an explosion is a mean: it may pass within a window, and one batch alone may be a hard one."""
 MIN_STEPS = 20
 """Optimizer steps, local ones counted, before a run is judged: with large batches an epoch may have fewer."""
 MAX_WINDOWS = 50
+RAISED = 10.0
+"""Times which lr may have been too low, if the loss never left that of a constant prediction."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,10 @@ class LossCourse:
         highest = max(statistics.fmean(found[at : at + few]) for at in range(len(found) - few + 1))
         return LossCourse(min(means), means[-1], noise, falls, found[0], highest)
 
-    def has_exploded(self, constant: float) -> bool:
-        """Whether the loss rose far above both that of the initial weights and the constant one."""
+    def has_exploded(self, constant: float | None) -> bool:
+        """Whether the loss rose far above that of the initial weights, and above the constant one if there is one."""
+        if constant is None:
+            return 0.0 < FAR_EXPLODED * self.first < self.highest
         return self.highest > EXPLODED * max(self.first, abs(constant))
 
 
@@ -95,16 +102,24 @@ def why_collapsed(
     Without scores of the train data, the training loss must also have ended there: on other data, overfitted weights
     score the same. Runs of less than an epoch or of a few steps are not judged, nor those that were stopped, or that
     reached their target, nor those whose training loss still falls towards the constant one from above. A run
-    whose loss exploded needs no epoch to be judged.
+    whose loss exploded needs no epoch to be judged. One without classes has collapsed if its loss exploded and ended
+    far above that of its first push.
     """
     steps = server.version * (server.inside.steps if server.inside is not None else 1)
     if steps < MIN_STEPS or stop_reason not in (None, TIME_IS_UP):
         return None
     part = next((part for part in ("train", "validation", "test") if scores.get(part) is not None), None)
     found = scores[part] if part is not None else None
-    if part is None or found is None or found.constant_loss is None or found.constant_correct == found.total:
+    if part is None or found is None or (found.per_class and found.constant_correct == found.total):
         return None
+    what = f"training collapsed: after {counted(server.samples, 'sample')} the weights score"
     constant = found.constant_loss
+    if constant is None:
+        course = LossCourse.of(losses())
+        if course is None or not (course.has_exploded(None) and found.loss > FAR_EXPLODED * course.first):
+            return None
+        what = f"{what} a loss of {found.loss:.4g} on the {part} data"
+        return f"{what}. {_course(course, None)}{_advice(config, server, 0.1)}"
     if found.loss < constant - TOLERANCE * abs(constant):
         return None
     course, left = LossCourse.of(losses()), constant - (1.0 - LEFT_CHANCE) * abs(constant)
@@ -122,11 +137,11 @@ def why_collapsed(
     if not (is_constant or is_chance) or (part != "train" and (course is None or course.last < left)):
         return None
     what = (
-        f"training collapsed: after {server.samples} samples the weights score {found.accuracy:.2f} % on the {part} "
-        f"data with a loss of {found.loss:.4f}; always predicting the class frequencies scores {100 * share:.2f} % "
-        f"with {constant:.4f}"
+        f"{what} {found.accuracy:.2f} % on the {part} data with a loss of {found.loss:.4f}; always predicting the "
+        f"class frequencies scores {100 * share:.2f} % with {constant:.4f}"
     )
-    factor = 0.1 if has_exploded else 10.0 if never_left and (is_above or not is_constant) else 0.5
+    may_be_too_low = never_left and (is_above or not is_constant) and not is_far_above_default(config, RAISED)
+    factor = 0.1 if has_exploded else RAISED if may_be_too_low else 0.5
     return f"{what}. {_course(course, constant)}{_advice(config, server, factor)}"
 
 
@@ -140,12 +155,12 @@ def _is_one_class(per_class: Sequence[float | None]) -> bool:
     return top >= 100.0 - ONE_CLASS and max(others, default=0.0) <= ONE_CLASS
 
 
-def _course(course: LossCourse | None, constant: float) -> str:
+def _course(course: LossCourse | None, constant: float | None) -> str:
     if course is None:
         return ""
-    left = constant - max((1.0 - LEFT_CHANCE) * abs(constant), STANDARD_ERRORS * course.noise)
-    if course.has_exploded(constant):
+    if constant is None or course.has_exploded(constant):
         return f"The training loss rose from {course.first:.4g} to {course.highest:.4g}: "
+    left = constant - max((1.0 - LEFT_CHANCE) * abs(constant), STANDARD_ERRORS * course.noise)
     if not course.lowest < left:
         return "The training loss never left that level: "
     if course.last < left:
@@ -160,6 +175,8 @@ def _advice(config: RunConfig, server: Server, factor: float) -> str:
     if factor > 1.0:
         return f"try --lr {factor * lr:g} (now {lr:g}) or more --epochs"
     ways = [lower_lr(config, factor)]
+    if is_far_above_default(config):
+        return f"try {ways[0]}"  # nothing else helps there
     if not config.warmup:
         ways.append("--warmup 0.05")
     if strategy_of(config).is_stale and server.num_workers > 1:

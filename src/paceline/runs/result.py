@@ -22,6 +22,7 @@ from paceline.settings.rules import average_horizon, average_in_words
 from paceline.settings.strategies import moves_bytes, strategy_of
 from paceline.system.environment import environment
 from paceline.system.sealed_weights import seal_weights
+from paceline.system.terminal import counted
 
 FAR_ABOVE = 100.0
 """So many times its optimizer's default, a learning rate is no longer lowered step by step."""
@@ -220,7 +221,7 @@ def why_diverged(config: RunConfig, server: Server) -> str:
     """Say what happened, the likely cause, and what to change."""
     found = server.divergence
     what, head = "the weights are no longer finite", f"training diverged at update {server.version}"
-    head += f" ({server.samples} samples)"
+    head += f" ({counted(server.samples, 'sample')})"
     if found is not None and found.is_update_finite:
         what = f"the loss of worker {found.worker} was a NaN or infinity, though its push was finite"
     elif found is not None:
@@ -239,7 +240,9 @@ def why_diverged(config: RunConfig, server: Server) -> str:
     is_stale = strategy_of(config).is_stale and server.num_workers > 1
     cause = " Stale pushes act as extra momentum, so" if is_stale else " The likely cause is too long a step:"
     lower = f" lower --momentum (now {config.momentum:g})," if config.optimizer == "sgd" and config.momentum else ""
-    advice = f"{cause} try {lower_lr(config, 0.25)},{lower} --clip 1 or --warmup 0.05"
+    advice = f"{cause} try {lower_lr(config, 0.25)}"
+    if not is_far_above_default(config):  # else nothing else helps
+        advice += f",{lower} --clip 1 or --warmup 0.05"
     if in_script:
         clip = "call torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step()"
         advice = f"{cause} {_lower_in_script(config)}, or {clip}"
@@ -256,10 +259,19 @@ def lower_lr(config: RunConfig, factor: float) -> str:
     >>> lower_lr(RunConfig(lr=0.1), 0.25), lower_lr(RunConfig(lr=1e6), 0.25)
     ('--lr 0.025 (now 0.1)', '--lr 0.005 (the default, now 1e+06)')
     """
-    lr, default = config.lr or 0.0, OPTIMIZERS.get(config.optimizer, math.inf)
-    if lr > FAR_ABOVE * default:
-        return f"--lr {default:g} (the default, now {lr:g})"
+    lr = config.lr or 0.0
+    if is_far_above_default(config):
+        return f"--lr {OPTIMIZERS[config.optimizer]:g} (the default, now {lr:g})"
     return f"--lr {factor * lr:g} (now {lr:g})"
+
+
+def is_far_above_default(config: RunConfig, factor: float = 1.0) -> bool:
+    """Whether `factor` times the learning rate is far above the default of its optimizer, if that has one.
+
+    >>> is_far_above_default(RunConfig(lr=0.3)), is_far_above_default(RunConfig(lr=0.3), factor=10.0)
+    (False, True)
+    """
+    return factor * (config.lr or 0.0) > FAR_ABOVE * OPTIMIZERS.get(config.optimizer, math.inf)
 
 
 def _steps_in_script(config: RunConfig, server: Server) -> bool:
