@@ -33,6 +33,7 @@ dataset = "fashion-mnist-sample"
 model = "lenet5"
 epochs = {epochs}
 average = "on"
+threads = 1  # of each worker, so that 'classic' too computes on one core
 """
 FAULTS = """[[fault]]
 kind = "crash"    # SIGKILL to the process of worker 1
@@ -213,14 +214,16 @@ def difference(name: str, run: Result, alone: Result) -> str:
     """One clause: how a run's accuracy differs from that of `classic`, and why."""
     points, noise = round(run["test_accuracy"] - alone["test_accuracy"], 1) + 0.0, noise_points(run, alone)
     if abs(points) <= noise:
-        accuracy = f"is level with classic ({points:+.1f} points, noise {noise:.1f})"
+        accuracy = f"is level with classic ({points:+.1f} points; up to {noise:.1f} can be chance)"
     else:
-        accuracy = f"is {abs(points):.1f} points {'above' if points > 0 else 'below'} classic (noise {noise:.1f})"
+        side = "above" if points > 0 else "below"
+        accuracy = f"is {abs(points):.1f} points {side} classic (up to {noise:.1f} can be chance)"
     updates, stale = run["updates"] / alone["updates"], run["staleness"]["mean"]
     if updates < 0.9:
         alike = math.isclose(run["samples"], alone["samples"], rel_tol=0.01) and run["lr"] == alone["lr"]
         link = "although" if points >= -noise else "because"
         cause = f"{link} it made {updates:.0%} of its updates" + " from as many samples at the same lr" * alike
+        cause += " (--scale-lr auto would make longer ones)" * (alike and points < -noise)
     elif stale >= 0.1:
         rule = run["rule_applied"].split()[0]
         cause = f"with as many updates, from gradients {stale:.1f} updates old on average (rule {rule})"

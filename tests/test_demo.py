@@ -31,7 +31,7 @@ def said_of(run: dict[str, Any]) -> str:
 def test_fewer_updates_are_the_cause_of_a_loss_beyond_noise() -> None:
     said = said_of(result(80.5, 564, seconds=1.0))
     assert "it is 4.5 points below classic" in said
-    assert "because it made 50% of its updates from as many samples at the same lr;" in said
+    assert "because it made 50% of its updates from as many samples at the same lr (--scale-lr auto would" in said
 
 
 def test_fewer_updates_without_a_loss_are_no_cause() -> None:

@@ -286,6 +286,45 @@ def test_columns_without_room_are_named_and_no_line_is_about_them(tmp_path: Path
     assert "left out: changed (a wider terminal shows it)" in run_list(rows, 70)
 
 
+def test_a_narrow_comparison_keeps_what_was_varied_and_how_fast_it_was(tmp_path: Path) -> None:
+    """Of runs that averaged their weights, too: the rule's name is the widest cell."""
+    applied = "foresight (step limited) (averaged)"
+    for name, lr, threads, rule in (("a", 0.1, 1, "auto"), ("b", 0.2, 2, "auto"), ("c", 0.2, 2, "plain")):
+        folder = RunFolder.create(RunConfig(runs=str(tmp_path), name=name, lr=lr, threads=threads, rule=rule))
+        more = {"rule_applied": applied if rule == "auto" else rule, "live_test_accuracy": 79.0, "weights": "averaged"}
+        folder.write_result(finished(80.0, **more))
+    head = compare(choose(runs_in(tmp_path), [], "run"), 80).splitlines()[0].split()
+    assert {"lr", "threads", "seconds", "samples/s"} <= set(head)
+    assert "auto: foresight " in compare(runs_in(tmp_path), 200) and "step limited" not in compare(
+        runs_in(tmp_path), 200
+    )
+
+
+def test_runs_without_an_accuracy_keep_their_loss(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        own_run(tmp_path, name, {f"metric{number}": 1.0 for number in range(4)}).write_result(
+            {"status": "finished", "task": "script:train", "weights": "live", "test_loss": 0.5, "train_seconds": 1.0}
+        )
+    assert "test loss live" in compare(runs_in(tmp_path), 44).splitlines()[0]
+
+
+def test_all_runs_with_the_highest_score_are_named_or_counted(runs: Path) -> None:
+    for number in (0, 2):
+        RunFolder(runs / f"run{number}").write_result(finished(90.0))
+    assert "highest test accuracy, live weights: run0, run1, run2 (90.00)" in compare(runs_in(runs), 200)
+    RunFolder(runs / "run3").write_result(finished(90.0))
+    assert "run0, run1, run2 and 1 more (90.00)" in compare(runs_in(runs), 200)
+
+
+def test_only_a_run_that_a_score_has_ended_is_said_to_be_chosen_by_the_test_set(tmp_path: Path) -> None:
+    """The best weights of the others are in a file of their own."""
+    for name, reason in (("one", None), ("two", "test accuracy reached 90")):
+        RunFolder.create(RunConfig(runs=str(tmp_path), name=name)).write_result(
+            finished(80.0, chosen_on="test", reason=reason)
+        )
+    assert "on the test set, which is therefore too good: two" in compare(runs_in(tmp_path), 200)
+
+
 def test_a_folder_without_runs_advises_another_command_than_the_one_typed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -323,6 +362,11 @@ def test_the_rule_that_auto_chose_is_shown(tmp_path: Path) -> None:
         folder.write_result(finished(80.0, rule_applied=applied))
     text = compare(choose(runs_in(tmp_path), [], "run"), 120)
     assert "auto: foresight" in text and "scored weights live" in text
+
+
+def test_a_narrow_column_takes_the_room_that_a_wider_one_leaves() -> None:
+    columns = [Column("run", 0), Column("a very wide heading", 3), Column("loss", 2), Column("%", 1)]
+    assert fit_table(columns, [["a", "-1", "0.5", "9"]], 14).splitlines()[0].split() == ["run", "loss", "%"]
 
 
 CELLS = st.text("abc", max_size=12)

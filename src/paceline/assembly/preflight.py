@@ -16,7 +16,8 @@ from paceline.runs.folder import RunFolder
 from paceline.settings.resolve import lr_scale
 from paceline.settings.rules import AUTOMATIC, chosen
 from paceline.settings.strategies import strategy_of
-from paceline.settings.warnings import advice
+from paceline.settings.warnings import advice, crowding
+from paceline.system.cpu import cores
 from paceline.system.environment import git_state
 from paceline.system.sealed_weights import read_weights
 
@@ -82,8 +83,8 @@ def announce_batches(config: RunConfig, batch_size: int | None, shuffles: bool, 
         )
 
 
-def startup_warnings(config: RunConfig, location: Location | None) -> list[str]:
-    """Warnings for the user before the run starts, one line each."""
+def startup_warnings(config: RunConfig, location: Location | None, is_here: bool = False) -> list[str]:
+    """Warnings for the user before the run starts, one line each. `is_here`: all workers are on this machine."""
     lines = []
     if location is not None and location.sample:
         lines.append(
@@ -97,7 +98,7 @@ def startup_warnings(config: RunConfig, location: Location | None) -> list[str]:
             f"one update averages {pushes} batches ({pushes * config.batch_size} samples) at the lr of one: "
             "--scale-lr auto scales it, with warm-up"
         )
-    return lines + advice(config)
+    return [*lines, *advice(config), *(crowding(config, cores()) if is_here else [])]
 
 
 def provenance(config: RunConfig, location: Location | None) -> dict[str, Any]:

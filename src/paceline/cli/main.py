@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 
 from paceline.errors import PacelineError, unknown_name
+from paceline.system.cpu import let_threads_sleep
 from paceline.system.signals import INTERRUPT_SIGNALS, InterruptHandler
 from paceline.system.terminal import fold_for, fold_help, printable, terminal_width
 
@@ -29,6 +30,8 @@ DESCRIPTION = """Train PyTorch models on many workers; --strategy chooses how th
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     is_command = arguments is None
+    if is_command:
+        let_threads_sleep()
     try:
         with raise_on_signals():
             return _dispatch(sys.argv[1:] if arguments is None else arguments)

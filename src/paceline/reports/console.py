@@ -356,11 +356,15 @@ def _reported(result: dict[str, Any]) -> list[str]:
 
 
 def _choice(result: dict[str, Any]) -> str:
-    """Return what was chosen by which data."""
-    best = result.get("best")
-    what = f"best weights (update {best['updates']})" if best else "the end of the run"
-    on_test = "the test set, whose scores are therefore too good: --validation 0.1 holds out data to choose by"
-    return f"{what} chosen on {on_test if result['chosen_on'] == 'test' else 'the validation data'}"
+    """Return what was chosen by which data: scores on the same data are too good for what was chosen by them."""
+    best, on_test = result.get("best"), result["chosen_on"] == "test"
+    data = "the test set" if on_test else "the validation data"
+    hint = ": --validation 0.1 holds out data to choose by" if on_test else ""
+    if best:
+        optimistic = ", so their score there is too good" if on_test else ""
+        return f"best.safetensors: the best weights (update {best['updates']:,}), chosen on {data}{optimistic}{hint}"
+    optimistic = ", whose scores are therefore too good" if on_test else ""
+    return f"the end of the run chosen on {data}{optimistic}{hint}"
 
 
 def _measured(value: float | None) -> str:

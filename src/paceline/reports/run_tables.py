@@ -18,19 +18,21 @@ from paceline.settings.stopping import BestMetric, is_lower_better
 from paceline.system.strict_json import is_number
 from paceline.system.terminal import fold, printable
 
-MAX_DIFFERENCES = 6  # settings with a column; the others are listed below the table
+MAX_DIFFERENCES = 8  # settings with a column; the others are listed below the table
 IGNORED_SETTINGS = (
-    *("data_dir", "track", "keep", "checkpoint_every", "restart", "restart_workers", "recovery", "durable", "threads"),
+    *("data_dir", "track", "keep", "checkpoint_every", "restart", "restart_workers", "recovery", "durable"),
     *("like", "mirror", "task", "name", "keep_going"),
 )
 """Settings that do not affect how runs compare, or that have a column anyway."""
 COMPARED = [name for name in SETTINGS if name not in IGNORED_SETTINGS]
-FIRST = ("strategy", "workers", "model", "rule", "lr", "average")  # settings that come first if they differ
+FIRST = ("strategy", "workers", "threads", "model", "rule", "lr", "average")  # settings that come first if they differ
+DERIVED = ("rule", "warmup", "threads", "average")  # settings with a default that depends on others
 SHARED = ("strategy", "workers", "model", "dataset", "rule", "optimizer", "lr", "epochs", "steps", "weights", "seed")
 """Settings that are named below the table if they are the same for all runs."""
 MAX_METRICS = 4  # metrics of own code with a column
 MAX_RUNS = 40  # of a table on a terminal
 MAX_NAME = 32  # characters of a run's name
+MAX_TIED = 3  # runs that share the best score and are named
 
 
 class FigureColumn(NamedTuple):
@@ -49,8 +51,8 @@ def _by_weights(head: str, score: str, form: str, drop_order: int) -> list[Figur
 
 TEST_ACCURACIES = _by_weights("test %", "test_accuracy", ".2f", 9)
 FIGURES = (
-    FigureColumn("seconds", "train_seconds", ",.1f", 7),
-    FigureColumn("samples/s", "samples_per_second", ",.0f", 6),
+    FigureColumn("seconds", "train_seconds", ",.1f", 9),
+    FigureColumn("samples/s", "samples_per_second", ",.0f", 7),
     *_by_weights("train %", "train_accuracy", ".2f", 4),
     *TEST_ACCURACIES,
     *_by_weights("test loss", "test_loss", ".4f", 3),
@@ -128,13 +130,16 @@ def _group(rows: list[Row], width: int, most: int | None) -> str:
     metrics = metric_names(shown)
     scored = any(row[one.key] is not None for one in TEST_ACCURACIES for row in shown)
     same_status = len(rows) > 1 and len({_status(row) for row in rows}) == 1 and bool(sound)
-    columns = [Column(_flag(name), 10 if name == "strategy" else 8) for name in settings]
-    columns += [Column(figure.head, figure.drop_order) for figure in figures]
+    columns = [Column(_flag(name), 10 if name == "strategy" else 6 if name in DERIVED else 8) for name in settings]
+    columns += [
+        Column(figure.head, figure.drop_order if scored or not figure.head.startswith("test loss") else 9)
+        for figure in figures
+    ]
     columns += [Column(name, 5 if scored else 9) for name in metrics[:MAX_METRICS]]
     columns += [] if same_status else [Column("status", 0)]
     cells = [
         [
-            *(_setting(row, name) for name in settings),
+            *(_short_rule(row, rows) if name == "rule" else _setting(row, name) for name in settings),
             *(_number(row[figure.key], figure.form) for figure in figures),
             *(_metric(row, name) for name in metrics[:MAX_METRICS]),
             *([] if same_status else [_status(row)]),
@@ -157,8 +162,10 @@ def _group(rows: list[Row], width: int, most: int | None) -> str:
         parts := {f"{row['train_total']:,} of {row['epoch_samples']:,}" for row in rows if _is_sampled(row)}
     ):
         lines.append(fold(f"train %: on {' or '.join(sorted(parts))} samples (--train-score)", width))
-    if on_test := [row["run"] for row in rows if row["chosen_on"] == "test"]:
-        lines.append(fold(f"best weights or end chosen on the test set: {', '.join(on_test)}", width))
+    ended = [row["run"] for row in rows if row["chosen_on"] == "test" and row["reason"]]
+    if ended:
+        named = ", ".join(names.get(run, run) for run in ended)
+        lines.append(fold(f"ended by their score on the test set, which is therefore too good: {named}", width))
     return "\n".join(lines)
 
 
@@ -181,9 +188,10 @@ def _best_lines(rows: list[Row], names: dict[str, str], width: int) -> list[str]
         found = {row["run"]: value_of(row, order.metric) for row in rows if row["status"] == "finished"}
         values = {name: value for name, value in found.items() if value is not None}
         if len(values) > 1:
-            best = (min if order.lower else max)(values, key=lambda name: values[name])
-            word = "lowest" if order.lower else "highest"
-            lines.append(fold(f"{word} {what}: {names.get(best, best)} ({values[best]:{form}})", width))
+            best = format((min if order.lower else max)(values.values()), form)
+            tied = [names.get(name, name) for name, value in values.items() if format(value, form) == best]
+            named = ", ".join(tied[:MAX_TIED]) + (f" and {len(tied) - MAX_TIED} more" if len(tied) > MAX_TIED else "")
+            lines.append(fold(f"{'lowest' if order.lower else 'highest'} {what}: {named} ({best})", width))
     return lines
 
 
@@ -286,6 +294,19 @@ def _setting(row: Row, name: str) -> str:
     if value is None:
         return "-"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _short_rule(row: Row, rows: list[Row]) -> str:
+    """Return the rule without what is in parentheses, unless runs differ in nothing else."""
+    whole, short = (
+        {place: cut(_setting(one, "rule")) for place, one in enumerate(rows)} for cut in (str, _unqualified)
+    )
+    alike = len(set(whole.values())) == len(set(short.values()))
+    return short[rows.index(row)] if alike else whole[rows.index(row)]
+
+
+def _unqualified(rule: str) -> str:
+    return rule.partition(" (")[0]
 
 
 def _number(value: float | None, form: str) -> str:

@@ -12,6 +12,9 @@ from paceline.system.terminal import UNLIMITED_WIDTH, fold, printable
 if TYPE_CHECKING:
     from paceline.data.download import DatasetStatus
 
+GAP = 2  # spaces between two columns
+MIN_LETTERS = 8  # letters kept of a shortened name
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Pad columns to their widest cell; align the first column left, the others right.
@@ -26,7 +29,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     for row in shown:
         cells = [row[0].ljust(widths[0])]
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
+        lines.append((GAP * " ").join(cells).rstrip())
     return "\n".join(lines)
 
 
@@ -44,9 +47,6 @@ class FittedTable(NamedTuple):
     left_out: list[str]
 
 
-MIN_LETTERS = 8  # letters kept of a shortened name
-
-
 def fit_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, keep_empty: bool = False) -> str:
     """Return the text of `fitted_table`."""
     return fitted_table(columns, rows, width, keep_empty).text
@@ -55,9 +55,10 @@ def fit_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: i
 def fitted_table(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, keep_empty: bool = False
 ) -> FittedTable:
-    """Return a table of at most `width` columns: drop columns by `drop_order`, then shorten long names in the middle.
+    """Return a table of at most `width` columns: the last to be dropped first, each that still fits.
 
-    Empty columns are dropped unless `keep_empty`.
+    If even those that are never dropped do not fit, the names in the first one are shortened in the middle. Empty
+    columns are dropped unless `keep_empty`.
 
     >>> fitted = fitted_table([Column("run", 0), Column("loss", 1), Column("%", 2)], [["a-long-name", "0.5", "90"]], 16)
     >>> print(fitted.text, fitted.left_out)
@@ -68,22 +69,22 @@ def fitted_table(
     a-ver…-name
     """
     filled = [keep_empty or any(row[place] != "-" for row in rows) for place in range(len(columns))]
-    kept = [place for place, column in enumerate(columns) if not column.drop_order or filled[place]]
-    wanted = list(kept)
-    while True:
-        left_out = [columns[place].head for place in wanted if place not in kept]
-        text = table([columns[place].head for place in kept], [[row[place] for place in kept] for row in rows])
-        widest = max(map(len, text.splitlines()))
-        if widest <= width:
-            return FittedTable(text, left_out)
-        leaving = [place for place in kept if columns[place].drop_order]
-        if not leaving:
-            break
-        kept.remove(min(leaving, key=lambda place: (columns[place].drop_order, -place)))
-    longest = max(len(row[0]) for row in [*rows, [columns[0].head]])
-    room = max(MIN_LETTERS, longest - (widest - width))
-    short = [[shortened(row[0], room), *(row[place] for place in kept[1:])] for row in rows]
-    return FittedTable(table([columns[place].head for place in kept], short), left_out)
+    wanted = [place for place, column in enumerate(columns) if not column.drop_order or filled[place]]
+    widths = [
+        max(len(printable(cell)) for cell in cells) for cells in zip([c.head for c in columns], *rows, strict=True)
+    ]
+    kept = [place for place in wanted if not columns[place].drop_order]
+    room = width - sum(widths[place] + GAP for place in kept) + GAP
+    optional = [place for place in wanted if columns[place].drop_order]
+    for place in sorted(optional, key=lambda place: (-columns[place].drop_order, place)):
+        if widths[place] + GAP <= room:
+            kept.append(place)
+            room -= widths[place] + GAP
+    kept.sort()
+    longest = max(MIN_LETTERS, widths[0] + min(0, room))
+    body = [[shortened(row[0], longest), *(row[place] for place in kept[1:])] for row in rows]
+    left_out = [columns[place].head for place in wanted if place not in kept]
+    return FittedTable(table([columns[place].head for place in kept], body), left_out)
 
 
 def shortened(text: str, room: int) -> str:

@@ -62,6 +62,22 @@ def most_momentum(workers: int) -> float:
     return max(0.0, 1.0 - workers / 40.0)
 
 
+def crowding(config: RunConfig, num_cores: int) -> list[str]:
+    """Warn about threads that wait for each other's cores, if all workers are on one machine with so many.
+
+    >>> print(*crowding(RunConfig(workers=2, threads=8), num_cores=2))
+    --threads 8 for each of 2 workers is 16 threads on 2 cores, which wait for each other: use --threads 1
+    >>> crowding(RunConfig(workers=10, threads=1), num_cores=2)
+    []
+    """
+    workers, threads = config.workers or 1, config.threads or 1
+    each = max(1, num_cores // workers)
+    if threads <= each or config.device != "cpu":
+        return []
+    whose = f"for each of {workers} workers is {workers * threads} threads" if workers > 1 else "is more than fit"
+    return [f"--threads {threads} {whose} on {num_cores} cores, which wait for each other: use --threads {each}"]
+
+
 def _batch_norm_on_skew(config: RunConfig) -> str | None:
     alone = (config.workers or 1) == 1
     if config.task is not None or not has_batch_norm(config.model) or not is_skewed(config) or alone:

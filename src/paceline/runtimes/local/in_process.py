@@ -40,7 +40,7 @@ def train_in_process(
     task = make_task(config, dataset, given).to(device)
     work = work_of(task, config)
     server = make_server(config, task, work)
-    for line in startup_warnings(config, location):
+    for line in startup_warnings(config, location, is_here=True):
         report({"kind": "note", "text": line})
     announce_rule(config, work.skew, report)
     announce_batches(config, task.given.batch_size, task.given.shuffles, report)

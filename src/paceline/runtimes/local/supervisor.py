@@ -355,7 +355,7 @@ def train_on_processes(
         divide_work(shared.dataset.train_labels, config)  # refuses a division that fails before a process is started
     if config.weights is not None:
         require_fitting_weights(config, folder, shared.dataset.info if shared is not None else None)
-    for line in startup_warnings(config, location):
+    for line in startup_warnings(config, location, is_here=True):
         report({"kind": "note", "text": line})
     dataset, fds = (shared.spec(), shared.fds) if shared is not None else (None, [])
     spec = {"dataset": dataset, "facts": provenance(config, location), "resume": incarnation > 0}
