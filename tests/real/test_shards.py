@@ -12,18 +12,24 @@ from typing import Any
 import pytest
 
 from tests.support.cluster_commands import RUN, address_of, serve, workers
-from tests.support.commands import replays, result_of, run, wait_for_records
+from tests.support.commands import Command, replays, result_of, run, wait_for_records
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.real
 
 
 def test_two_servers_have_the_bits_of_shared_memory(tmp_path: Path) -> None:
+    """The second is started as the first one says."""
     settings = ("--strategy", "sync", "--workers", "2", "--steps", "30", "--weight-decay", "0.001")
     with ExitStack() as stack:
-        server = serve(stack, tmp_path, *RUN, *settings, "--servers", "2")
+        server = serve(stack, tmp_path, *RUN, *settings, "--servers", "2", "--shards-elsewhere")
+        until((tmp_path / "runs/it").is_dir, "the folder of the run")
+        shard = stack.enter_context(Command("shard", "--run", "runs/it", cwd=tmp_path))
         (there,) = workers(stack, tmp_path, 1, "--overlap", "1")  # one process that is both workers
         assert server.finish() == 0, server.err
         assert there.finish() == 0, there.err
+        assert shard.finish() == 0, shard.err
+        assert "waiting for 1 further server: 'paceline shard --run runs/it'" in server.err
     here = run("train", *RUN[:-4], "--name", "here", "--seed", "3", *settings, cwd=tmp_path)
     assert here.process.returncode == 0, here.err
     cut, shared = result_of(tmp_path / "runs/it"), result_of(tmp_path / "runs/here")

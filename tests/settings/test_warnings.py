@@ -112,3 +112,10 @@ def test_a_run_with_few_exchanges_is_named_with_a_number_that_gives_enough(name:
     assert advice(resolve(RunConfig(strategy=f"{name}:{offered}", workers=5, epochs=3.0))) == []
     (line,) = advice(resolve(RunConfig(strategy=f"{name}:500", workers=5, epochs=1.0)))
     assert "exchanges only once in 1 epoch:" in line
+
+
+@pytest.mark.parametrize(("name", "instead"), [("diloco", "sync"), ("async-local", "async")])
+def test_one_or_two_local_steps_are_not_advised(name: str, instead: str) -> None:
+    """An outer momentum over so few steps is a second one: docs/local-steps.md says to use something else."""
+    (line,) = advice(resolve(RunConfig(strategy=f"{name}:50", workers=8, epochs=1.0, dataset="fashion-mnist-sample")))
+    assert f"use {instead}" in line and f"{name}:1" not in line

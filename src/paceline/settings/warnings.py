@@ -18,6 +18,9 @@ REMEMBERING = (*AUTOMATIC, "cached", "foresight", "foresight-fair")  # rules who
 MIN_EXCHANGES = 30
 """With fewer exchanges in a run, local steps are averaged too rarely and an outer momentum cannot build up."""
 
+MIN_LOCAL_STEPS = 3
+"""Fewer are not advised: `sync` or `async` do better."""
+
 FAST_BF16 = ("avx512_bf16", "amx_bf16", "bf16")  # flags in /proc/cpuinfo of CPUs with bf16 instructions
 
 
@@ -148,7 +151,7 @@ def _few_exchanges(config: RunConfig) -> str | None:
         return None
     often = f"{exchanges:.0f} times" if exchanges >= 1.5 else "once"
     epochs = f"{config.epochs:g} epochs" if config.epochs != 1 else "1 epoch"
-    return (
-        f"strategy {config.strategy} with {config.workers} workers exchanges only {often} in {epochs}: "
-        f"{strategy.name}:{max(1, most)} would exchange {min(int(batches), MIN_EXCHANGES)} times or more"
-    )
+    instead = f"{strategy.name}:{most} would exchange {MIN_EXCHANGES} times or more"
+    if most < MIN_LOCAL_STEPS:  # an outer momentum over so few steps is a second one (docs/local-steps.md)
+        instead = f"use {'async' if strategy.is_stale else 'sync or allreduce'}, which exchange every step"
+    return f"strategy {config.strategy} with {config.workers} workers exchanges only {often} in {epochs}: {instead}"

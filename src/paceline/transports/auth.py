@@ -189,25 +189,32 @@ def token_of(options: ConnectOptions) -> bytes:
     """Read the token from the file or the variable. Raise UserError, which says where it is, if there is neither."""
     token = read_token(Path(options.token_file) if options.token_file is not None else None, os.environ)
     if token is None:
-        here = "on the server's own machine name the folder instead, as in 'paceline worker --run RUN'"
+        here = "on the server's own machine name the run's folder instead of the address, by --run RUN"
         raise UserError(f"no token for {options.connect}: give RUN/token by --token-file or {TOKEN_VARIABLE}; {here}")
     return token
 
 
 def worker_command(address: str, run: Path, num_workers: int) -> str:
-    """The command, in quotes, that starts a worker of a server at `address`, and where the token is that it needs.
+    """The same as `join_command` for a worker; those of one machine get their share of its threads."""
+    threads = f" --threads {max(1, cores() // num_workers)}" if num_workers > 1 else ""
+    return join_command("worker", address, run, threads)
 
-    Workers of one machine get their share of its threads.
 
-    >>> worker_command("10.0.0.1:29500", Path("runs/a"), 4)
+def join_command(verb: str, address: str, run: Path, flags_here: str = "") -> str:
+    """The command, in quotes, by which a `worker` or `shard` joins a server, and where the token is that it needs.
+
+    `flags_here` are added if it has to be given on this machine.
+
+    >>> join_command("worker", "10.0.0.1:29500", Path("runs/a"))
     "'PACELINE_TOKEN=... paceline worker --connect 10.0.0.1:29500' (the token is in runs/a/token)"
+    >>> join_command("worker", "127.0.0.1:29500", Path("runs/a"), " --threads 1")
+    "'paceline worker --run runs/a --threads 1'"
     """
     host, port = parse_address(address)
     if is_loopback(host):
-        threads = f" --threads {max(1, cores() // num_workers)}" if num_workers > 1 else ""
-        return f"'paceline worker --run {run}{threads}'"
+        return f"'paceline {verb} --run {run}{flags_here}'"
     where = f"{socket.gethostname()}:{port}" if host in ANYWHERE else address
-    return f"'{TOKEN_VARIABLE}=... paceline worker --connect {where}' (the token is in {run}/token)"
+    return f"'{TOKEN_VARIABLE}=... paceline {verb} --connect {where}' (the token is in {run}/token)"
 
 
 def wants_tls(chosen: bool | None, address: str) -> bool:

@@ -266,6 +266,9 @@ def _serve_task(
         if not order.resume:
             for warning in startup_warnings(config, location):
                 console.note(warning)
+        if options.elsewhere:  # for 'paceline shard --run RUN', which it waits for
+            before = order.folder.served()
+            _publish(order, own, listener, {name: before[name] for name in ("shards",) if name in before})
         service = shards.service(host, peers, line, console, options.wait)
         with _stopping(order, line):
             _announce(order, own, listener, line, shards.known)
@@ -304,8 +307,7 @@ def _announce(
 ) -> None:
     """Say where workers connect: to the user, in the run's folder, and to a launcher."""
     tell, folder = order.tell, order.folder
-    known = {"address": listener.address, "pid": os.getpid(), "by_hand": tell is None, **own.kept, **shards}
-    write_atomically(folder.server_file, to_json(seal(known)).encode())
+    _publish(order, own, listener, shards)
     host_name, port = parse_address(listener.address)
     how = f": workers connect to port {port} of this machine" if host_name in ANYWHERE else ""
     if tell is None and is_loopback(host_name):
@@ -314,3 +316,9 @@ def _announce(
     order.console.note(f"serving at {listener.address}{how}")
     if tell is not None:
         tell(Listening(listener.address, own.tls is not None, line.stop))
+
+
+def _publish(order: _ServeOrder, own: Credentials, listener: Listener, shards: dict[str, Any]) -> None:
+    """Write into the run's folder how to reach its server."""
+    known = {"address": listener.address, "pid": os.getpid(), "by_hand": order.tell is None, **own.kept, **shards}
+    write_atomically(order.folder.server_file, to_json(seal(known)).encode())

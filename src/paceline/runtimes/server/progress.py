@@ -118,7 +118,10 @@ class EventRecorder:
                 self._events.write(kind, now, worker=worker, why=why)
             if kind == "expelled" or (often == 1 and workers <= MAX_TOLD):
                 verb = {"expelled": " is expelled", "suspicious": " looks suspicious"}.get(kind, "")
-                self._report({"kind": "note", "text": f"worker {worker}{verb}: {why}"})
+                too = (
+                    "; several workers do, so the steps may be too long" if kind == "suspicious" and workers > 1 else ""
+                )
+                self._report({"kind": "note", "text": f"worker {worker}{verb}: {why}{too}"})
         found.clear()
 
     def assignment(self, assignment: DataAssignment, now: float) -> None:

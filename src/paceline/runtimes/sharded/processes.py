@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.reports.console import Console
 from paceline.system.environment import package_version
 from paceline.system.process import helper_command, helper_environment
-from paceline.transports.auth import TOKEN_VARIABLE
+from paceline.system.terminal import counted
+from paceline.transports.auth import TOKEN_VARIABLE, join_command
 from paceline.transports.connection import format_address, is_loopback, parse_address
 from paceline.transports.tls import Tls, make_certificate, server_tls
 
@@ -71,7 +72,8 @@ class ShardProcesses:
             gate = SingleServer(host, largest)
             return RemoteService(host, peers, line, expected, self._listener, gate, wait_seconds)
         if self._elsewhere:
-            console.note(f"waiting for {self._count} x 'paceline shard --connect {self._listener.address}'")
+            command = join_command("shard", self._listener.address, host.folder.path)
+            console.note(f"waiting for {counted(self._count, 'further server')}: {command}")
         else:
             self._children = [self._start() for _ in range(self._count)]
         seconds = ELSEWHERE_SECONDS if self._elsewhere else HERE_SECONDS
@@ -140,6 +142,8 @@ def serve_part(
         while True:
             client = TcpClient(connect, token, tls)
             client.apply(fields, patience, beats=False)
+            if not once:
+                console.note(f"serving a part of the run at {connect}; workers reach it at {listener.address}")
             with torch.inference_mode():
                 ended = ShardService(ShardChannel(client.detach()), listener, console.note).run()
             if ended or once:
