@@ -174,7 +174,7 @@ def train(
     accumulate: compute each batch in this many parts, one by one, to save memory
     delay: slow workers down on purpose: 30ms or normal:60ms,5ms for all, 30ms@1,3 for workers 1 and 3; may be
         repeated
-    faults: TOML file of faults to inject: crash, stop, slow and others (docs/simulate.md)
+    faults: TOML file of faults to inject: crash, pause, slow and others
     checkpoint_every: seconds between checkpoints
     keep: number of checkpoints to keep
     restart: restart a killed server from checkpoint and log, at most this many times

@@ -210,9 +210,7 @@ class RunConfig:
         "slow workers down on purpose: 30ms or normal:60ms,5ms for all, 30ms@1,3 for workers 1 and 3; may be repeated",
         metavar="TIME[@WORKERS]",
     )
-    faults: str | None = _cluster(
-        None, "TOML file of faults to inject: crash, stop, slow and others (docs/simulate.md)", metavar="FILE"
-    )
+    faults: str | None = _cluster(None, "TOML file of faults to inject: crash, pause, slow and others", metavar="FILE")
     speeds: str | None = _cluster(
         None,
         "time of a step: 30ms, 1,1,1,4 (seconds of each worker), lognormal:1s,.3, exponential:1s or gamma:1s,.1 [1s]",
