@@ -73,6 +73,8 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
         nn.CrossEntropyLoss(reduction="none"),
         r"a tensor of shape \[8\]: return one number, the mean",
     ),
+    "sum": (linear(), nn.CrossEntropyLoss(reduction="sum"), "the loss of a batch is a sum over its samples"),
+    "sum of squares": (linear(), lambda outputs, _: (outputs**2).sum(), "a sum over its samples.*return the mean"),
     "no tensor": (linear(), lambda outputs, targets: 3.0, "the loss returned float: return a tensor"),
     "detached": (linear(), lambda outputs, targets: CROSS(outputs.detach(), targets), "without detach"),
     "late target": (
@@ -119,6 +121,20 @@ def test_a_mistake_is_one_line(name: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         tried(*parts)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda outputs, targets: CROSS(outputs, targets) + (outputs**2).mean(),
+        lambda outputs, targets: CROSS(outputs.view(8, 3), targets),  # of batches of 8 alone
+        lambda outputs, targets: 0.0 * outputs.sum(),
+        lambda outputs, targets: -torch.log_softmax(outputs @ outputs.T, 1).diagonal().mean(),
+    ],
+    ids=["mean", "one size", "zero", "contrastive"],
+)
+def test_other_losses_are_not_taken_for_sums(loss: Any) -> None:
+    tried(linear(), loss)
 
 
 def test_test_data_that_holds_a_nan_can_be_trained_beside() -> None:

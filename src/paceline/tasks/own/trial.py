@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from paceline.errors import UserError
 from paceline.settings.imports import in_a_line
 from paceline.tasks.flat import sharing_parameters
-from paceline.tasks.nested import Structure, tensors_of
+from paceline.tasks.nested import Structure, each, tensors_of
 from paceline.tasks.own.samples import describe
 
 _BROADCASTS = "Using a target size"  # how torch warns that a loss compares every output with every target
@@ -82,6 +83,22 @@ def require_loss(
         )
     if part == "train" and not _is_finite(value):
         raise UserError(_why_not_finite(name, inputs, outputs, targets, float(value.detach())))
+    if part == "train" and _is_sum(loss, outputs, targets, float(value.detach())):
+        raise UserError(
+            "the loss of a batch is a sum over its samples, as that of all of them twice is twice as large: return the "
+            "mean (reduction='mean', or divide by the samples); for steps as long, multiply lr by the batch size"
+        )
+
+
+def _is_sum(loss: Callable[[Any, Any], Any], outputs: Any, targets: Structure, value: float) -> bool:
+    """Whether the loss of every sample twice is twice as large; not if the loss cannot be computed of those."""
+    twice = each(lambda tensor: torch.cat([tensor, tensor]) if tensor.dim() else tensor, (outputs, targets))
+    try:
+        with _generators_kept(), torch.no_grad():
+            found = float(loss(*twice))
+    except Exception:  # it is made for batches of one size: nothing can be said
+        return False
+    return value != 0.0 and math.isclose(found, 2.0 * value, rel_tol=1e-4)
 
 
 def _why_not_finite(name: str, inputs: Structure, outputs: Any, targets: Structure, value: float) -> str:
