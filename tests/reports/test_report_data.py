@@ -86,6 +86,31 @@ def test_the_applied_rule_and_what_a_loop_reported(tmp_path: Path) -> None:
     assert digest_of(folder)["verdict"].startswith("Finished: f1 0.75 (reported by the script) after 1,280 samples")
 
 
+def test_each_metric_of_a_loop_has_the_curve_of_its_lowest_worker_wherever_the_events_are_cut(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    reader = RunReader(folder.path)
+    rows = [{"worker": 1, "figures": {"f1": 0.1}}, {"worker": 0, "figures": {"f1": 0.2, "loss": None}}, {"worker": 0}]
+    rows += [{"worker": 1, "figures": {"f1": 0.3}}, {"worker": 0, "figures": {"f1": 0.4, "loss": 0.5}}]
+    log_events(folder, started())
+    for number, row in enumerate(rows):
+        log_events(folder, {"kind": "reported", "now": 1.0 + number, "samples": 32 * number, **row})
+        reader.refresh()
+    expected = {"f1": ([2, 5], [32, 128], [0.2, 0.4]), "loss": ([2, 5], [32, 128], [None, 0.5])}
+    expected_columns = {name: dict(zip(("t", "samples", "value"), one, strict=True)) for name, one in expected.items()}
+    assert reader.digest()["reported"] == digest_of(folder)["reported"] == expected_columns
+
+
+def test_a_loss_that_explodes_within_a_span_begins_where_it_began(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    log_events(folder, started())
+    losses = [2.3, 1e20, 1e20, 5.0]
+    log_inputs(folder, [(push(0, seq, loss), 1e-4 * (seq + 1)) for seq, loss in enumerate(losses)])
+    log_inputs(folder, [(push(0, 4, 3.0), 1000.0)])
+    course = digest_of(folder)["course"]
+    assert course["loss"][0] == course["low"][0] == course["high"][0] == 2.3
+    assert course["samples"] == [32, 128, 160] and course["count"] == [1, 4, 1]
+
+
 def test_nothing_moves_in_one_process(tmp_path: Path) -> None:
     """Also in folders whose result counted what stayed in the process."""
     found = digest_of(whole_run(tmp_path, strategy="classic", workers=1))

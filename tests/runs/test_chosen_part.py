@@ -59,7 +59,15 @@ def test_without_held_out_data_the_result_and_the_tables_say_so(record: Record) 
     assert result["chosen_on"] == "test" == result["best"]["chosen_on"]
     (line,) = (line for line in closing_lines(result, None, "here") if "chosen on" in line)
     assert "chosen on the test set" in line
-    assert "chosen on the test set: run" in compare(runs_of([run.folder.path])[0], 120)
+    assert "test set" not in compare(runs_of([run.folder.path])[0], 120)  # these are scores of its end
+
+
+def test_a_run_that_ended_at_its_score_on_the_test_set_is_named(record: Record) -> None:
+    run = record(strategy="async", workers=2, eval_every=0.5, epochs=40.0, target_accuracy=1.0)
+    result = trained(run)
+    assert result["reason"] == "target accuracy 1 % reached" and result["chosen_on"] == "test"
+    line = "ended by their score on the test set, which is therefore too good: run"
+    assert line in compare(runs_of([run.folder.path])[0], 120)
 
 
 def test_a_run_that_chose_nothing_says_nothing(record: Record) -> None:

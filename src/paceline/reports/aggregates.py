@@ -20,6 +20,7 @@ _PARTS = ("test", "validation", "train", "live_test", "live_validation")
 EVALUATED = tuple(f"{part}_{what}" for part in _PARTS for what in ("accuracy", "loss"))
 SCORES = ("samples", *EVALUATED)
 TAKEN = 0  # verdict of an accepted push
+MAX_REPORTED = 12  # metrics of an own loop that have a curve
 MAX_FIRST_EVENTS, MAX_LAST_EVENTS = 40, 160
 """Events listed one by one, at the start and at the end; those between are counted."""
 
@@ -28,6 +29,7 @@ class Aggregates:
     """Aggregates of one run so far."""
 
     def __init__(self, places: int) -> None:
+        self.first_push: dict[str, float] | None = None
         self.reset_pushes()
         self.progress, self.scores = TimeSeries(*PROGRESS), TimeSeries(*SCORES)
         self.lanes = WorkerLanes(places)
@@ -38,6 +40,7 @@ class Aggregates:
         self.counts: dict[str, int] = {}
         self.stale: list[list[int]] | None = None
         self.reported, self.lost = ReportedMetrics(), set[Any]()
+        self.curves: dict[str, tuple[int, TimeSeries]] = {}  # by metric: the lowest worker that reported it, its values
         self._accounts: deque[dict[str, Any]] = deque()
         self._first_events: list[dict[str, Any]] = []
         self._last_events: deque[dict[str, Any]] = deque(maxlen=MAX_LAST_EVENTS)
@@ -48,6 +51,8 @@ class Aggregates:
         kept = records[(records["kind"] == PUSH_KIND) & (records["verdict"] == TAKEN)]
         self.num_pushes += len(kept)
         values = {"samples": kept["samples"].astype(float), "loss": kept["loss"].astype(float)}
+        if self.first_push is None and len(kept):
+            self.first_push = {name: float(kept[name][0]) for name in ("now", "samples", "loss")}
         self.pushes.add(kept["now"], values)
         known = records["now"][np.isfinite(records["now"])]
         if len(known):
@@ -56,10 +61,11 @@ class Aggregates:
     def reset_pushes(self) -> None:
         """Drop all pushes: a resume undid some, and all effective ones are added again."""
         self.pushes, self.num_pushes = TimeSeries("samples", "loss"), 0
+        self.first_push = None
 
     def add_events(self, rows: list[dict[str, Any]]) -> None:
         """Add new event rows."""
-        progress, scores = [], []
+        progress, scores, reports = [], [], []
         for row in rows:
             kind = row["kind"]
             self.last_kind, self.now = kind, max(self.now, float(row["now"]))
@@ -71,8 +77,22 @@ class Aggregates:
                 scores.append(row)
             else:
                 self._take(kind, row)
+            if kind == "reported" and isinstance(row.get("worker"), int) and isinstance(row.get("figures"), dict):
+                reports.append(row)
         self.progress.add(_column(progress, "now"), {name: _column(progress, name) for name in PROGRESS})
         self.scores.add(_column(scores, "now"), {name: _column(scores, name) for name in SCORES})
+        self._add_reports(reports)
+
+    def _add_reports(self, rows: list[dict[str, Any]]) -> None:
+        for name in dict.fromkeys(name for row in rows for name in row["figures"]):
+            mine = [row for row in rows if name in row["figures"]]
+            lowest = min(row["worker"] for row in mine)
+            if (name not in self.curves and len(self.curves) < MAX_REPORTED) or lowest < self.curves.get(name, (0,))[0]:
+                self.curves[name] = lowest, TimeSeries("samples", "value")
+            if name in self.curves:
+                worker, course = self.curves[name]
+                mine = [{**row, "value": row["figures"][name]} for row in mine if row["worker"] == worker]
+                course.add(_column(mine, "now"), {key: _column(mine, key) for key in course.names})
 
     def _take(self, kind: str, row: dict[str, Any]) -> None:
         now, worker = float(row["now"]), row.get("worker")

@@ -117,6 +117,7 @@ class RunReader:
             "rate": _rate(aggregates),
             "progress": _progress(aggregates.progress, config is None or moves_bytes(config)),
             "scores": self._scores(),
+            "reported": {name: _reported(course) for name, (_, course) in aggregates.curves.items()},
             "per_class": _per_class(self._result, classes),
             "staleness": self._staleness(),
             "timeline": aggregates.lanes.digest(aggregates.now),
@@ -146,7 +147,8 @@ class RunReader:
         scores |= {**(early if is_early else {}), "weights": kind_of(result, config)}
         found |= {**scores, **by_weights(scores), "scored_early": is_early, "metrics": self._metrics()}
         over = status == "finished" and not result.get("reason")
-        timed = status == "running" and not simulated and bool(aggregates.latest)
+        under_way = status in ("running", "evaluating") and last.get("fraction") != 1.0
+        timed = under_way and not simulated and bool(aggregates.latest)
         return found | {
             "seconds": result.get("train_seconds") or aggregates.now or None,
             "rate": result.get("samples_per_second") or last.get("rate"),
@@ -254,7 +256,7 @@ def _loss(aggregates: Aggregates) -> dict[str, list[float | None]]:
     """Return the training loss, from every push in the log, or else from the progress rows."""
     course = aggregates.pushes if aggregates.num_pushes else aggregates.progress
     samples = np.cumsum(course.total("samples")) if aggregates.num_pushes else course.carried("samples")
-    return {
+    found = {
         "t": plain(course.times),
         "samples": plain(samples, 7),
         "loss": plain(course.mean("loss")),
@@ -262,6 +264,10 @@ def _loss(aggregates: Aggregates) -> dict[str, list[float | None]]:
         "high": plain(course.greatest("loss")),
         "count": plain(course.count[course.seen]),
     }
+    if (first := aggregates.first_push) and (found["count"][0] or 0) > 1:  # the loss may explode within a span
+        values = np.array([first["now"], first["samples"], *(first["loss"],) * 3, 1.0])
+        found = {name: [*plain(values[row : row + 1]), *found[name]] for row, name in enumerate(found)}
+    return found
 
 
 def _rate(aggregates: Aggregates) -> dict[str, list[float | None]]:
@@ -269,6 +275,11 @@ def _rate(aggregates: Aggregates) -> dict[str, list[float | None]]:
     amounts = course.total("samples") if aggregates.num_pushes else np.diff(course.carried("samples"), prepend=0.0)
     times, values = rates(course.times, amounts)
     return {"t": plain(times), "rate": plain(values)}
+
+
+def _reported(course: TimeSeries) -> dict[str, list[float | None]]:
+    values = {name: plain(course.last(name), 7) for name in course.names}
+    return {"t": plain(course.times), **values}
 
 
 def _progress(course: TimeSeries, with_bytes: bool) -> dict[str, list[float | None]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from paceline.config import parse_toml
 from paceline.errors import UserError, unknown_name
 from paceline.settings.notation import seconds
+from paceline.system.terminal import seconds_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -157,11 +158,11 @@ def never_fired(faults: Iterable[Fault], file: str | None, seconds: float) -> li
     """Return a line for each fault that was still to come when the run ended.
 
     >>> never_fired([Fault("crash", 60.0, 1)], "faults.toml", 12.34)
-    ['a fault of faults.toml (crash of worker 1 at 60 s) never fired: the run ended at 12.3 s; give an earlier time']
+    ['a fault of faults.toml (crash of worker 1 at 60 s) never fired: the run ended at 12 s; give an earlier time']
     """
     return [
         f"a fault of {file} ({fault.kind} of {_target(fault)} at {fault.at:g} s) never fired: "
-        f"the run ended at {seconds:.3g} s; give an earlier time"
+        f"the run ended at {seconds_text(seconds)}; give an earlier time"
         for fault in faults
     ]
 

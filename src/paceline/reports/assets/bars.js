@@ -10,7 +10,7 @@ class Histogram extends Figure {
     for (const value of ticks(0, (1.05 * most) / unit.size, 4)) {
       const at = box.bottom - ((value * unit.size) / (1.05 * most)) * (box.bottom - box.top);
       grid.append(svg("line", { class: "grid", x1: box.left, x2: box.right, y1: at, y2: at }),
-        svg("text", { x: box.left - 7, y: at + 4, "text-anchor": "end" }, digits(value, 4)));
+        svg("text", { x: box.left - 7, y: at + 4, "text-anchor": "end" }, tickText(value)));
     }
     const step = (box.right - box.left) / spec.bars.length;
     this.places = spec.bars.map(([low, high, count], place) => {
@@ -96,7 +96,9 @@ class Rows extends Figure {
     grid.append(svg("line", { class: "grid", x1: box.left, x2: box.right, y1: middle, y2: middle }));
     row.values.forEach((value, place) => {
       if (!known(value)) return;
-      grid.append(svg("circle", { cx: toX(value), cy: middle, r: 4.5, class: "dot", style: `fill:${spec.colours[place]}` }));
+      const [corners, style] = [shapeOf(spec.numbers[place]), `fill:${colourOf(spec.numbers[place])}`];
+      const points = corners?.map(([left, top]) => `${toX(value) + 4.5 * left},${middle + 4.5 * top}`).join(" ");
+      grid.append(points ? svg("polygon", { points, class: "dot", style }) : svg("circle", { cx: toX(value), cy: middle, r: 4.5, class: "dot", style }));
     });
   }
 
@@ -118,9 +120,9 @@ class Rows extends Figure {
     this.stop = place;
     if (!row) return this.leave();
     const found = row.values
-      .map((value, one) => [value, `${this.spec.single ? "" : `${this.spec.names[one]}: `}${KINDS.percent(value)}`, this.spec.colours[one]])
+      .map((value, one) => [value, `${this.spec.single ? "" : `${this.spec.names[one]}: `}${KINDS.percent(value)}`, this.spec.numbers[one]])
       .filter(([value]) => known(value)).sort((a, b) => b[0] - a[0]);
-    const lines = found.slice(0, 12).map(([, text, colour]) => [text, this.spec.single ? null : `background:${colour}`]);
+    const lines = found.slice(0, 12).map(([, text, number]) => [text, this.spec.single ? null : spot(number)]);
     if (found.length > 12) lines.push([`and ${found.length - 12} more`, null]);
     return this.show(left, top + 14, [[row.name, null], ...lines]);
   }

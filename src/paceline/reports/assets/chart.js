@@ -117,7 +117,8 @@ class LineChart extends Figure {
     const place = log
       ? (value) => Math.log(Math.max(value, y.low) / y.low) / Math.log(y.high / y.low || 2)
       : (value) => (value - y.low) / (y.high - y.low || 1);
-    this.toY = (value) => box.bottom - place(value) * (box.bottom - box.top);
+    const beyond = box.top - 2 * height; // a curve that leaves the axis is clipped, but far coordinates cannot be drawn
+    this.toY = (value) => Math.max(beyond, box.bottom - place(value) * (box.bottom - box.top));
     this.axes(spec, x, y, log, box);
     const clip = `clip${(LineChart.number += 1)}`;
     const inside = svg("g", { "clip-path": `url(#${clip})` });
@@ -137,13 +138,13 @@ class LineChart extends Figure {
   axes(spec, x, y, log, box) {
     const unitX = unitOf(spec.x.kind, x.high);
     const unitY = unitOf(spec.y.kind, Math.max(Math.abs(y.high), Math.abs(y.low)));
-    const marksY = log ? logTicks(y.low, y.high)
-      : ticks(y.low / unitY.size, y.high / unitY.size, Math.floor((box.bottom - box.top) / 38)).map((one) => one * unitY.size);
+    const most = Math.floor((box.bottom - box.top) / 38);
+    const marksY = log ? logTicks(y.low, y.high, most + 2) : ticks(y.low / unitY.size, y.high / unitY.size, most).map((one) => one * unitY.size);
     const grid = svg("g", { class: "axis" });
     for (const value of marksY) {
       const at = this.toY(value);
       grid.append(svg("line", { class: "grid", x1: box.left, x2: box.right, y1: at, y2: at }),
-        svg("text", { x: box.left - 7, y: at + 4, "text-anchor": "end" }, digits(value / unitY.size, 4)));
+        svg("text", { x: box.left - 7, y: at + 4, "text-anchor": "end" }, tickText(value / unitY.size)));
     }
     const room = Math.max(2, Math.floor((box.right - box.left) / 70));
     const whole = spec.x.kind === "count" && unitX.size === 1;
@@ -233,8 +234,8 @@ class LineChart extends Figure {
 
 LineChart.number = 0;
 
-// Return the limits of an axis: all values, and a margin above.
-function spanOf(columns, { floor, ceiling, zero, tight, kind, log }) {
+// Return the limits of an axis: all values up to `cap`, and a margin above.
+function spanOf(columns, { floor, ceiling, cap, zero, tight, kind, log }) {
   let low = Infinity;
   let high = -Infinity;
   for (const column of columns) {
@@ -245,6 +246,7 @@ function spanOf(columns, { floor, ceiling, zero, tight, kind, log }) {
     }
   }
   if (low > high) return { low: 0, high: 1 };
+  if (known(cap)) high = Math.min(cap, high);
   if (zero) low = Math.min(0, low);
   if (kind === "seconds" || tight) low = Math.min(0, low);
   if (high === low) {

@@ -35,7 +35,7 @@ function settingOf(run, name) {
 function groupsOf(runs) {
   const found = new Map();
   for (const run of runs) {
-    const name = run.dataset || "unknown data";
+    const name = run.settings.timing_only ? "times only" : run.dataset || "unknown data";
     if (!found.has(name)) found.set(name, []);
     found.get(name).push(run);
   }
@@ -59,6 +59,29 @@ function differences(runs) {
   return found;
 }
 
+// Settings worth a column, the first first. Any other one is if neither strategy nor data decide it; the last ones come last.
+const TELLING = ["dataset", "strategy", "workers", "optimizer", "lr", "momentum", "batch_size"];
+const LAST = ["model", "split", "validation", "path", "eval_every", "faults"];
+
+// Return the differing settings that tell the runs apart, the most telling first.
+function tellingSettings(runs, names) {
+  const decided = (name, by) => {
+    const found = new Map();
+    for (const run of runs) {
+      const [key, value] = [by.map((one) => run[one]).join("\n"), settingText(settingOf(run, name))];
+      if (name === "rule" && value === "auto") continue; // it has not chosen yet
+      found.set(key, (found.get(key) || new Set()).add(value));
+    }
+    return [...found.values()].every((values) => values.size === 1);
+  };
+  const others = names.filter((name) => !TELLING.includes(name) && !decided(name, ["strategy", "dataset"]));
+  return [...TELLING.filter((name) => names.includes(name)), ...others.sort((a, b) => LAST.includes(a) - LAST.includes(b))];
+}
+
+function flagOf(name) {
+  return name.replaceAll("_", "-");
+}
+
 // Return each value with its runs; if there are many values, only the values.
 function valuesOf(groups, runs) {
   if (groups.size <= 8) {
@@ -80,6 +103,10 @@ function comparable(runs, name) {
   return (kinds.length === 1 ? kinds : WEIGHTS).find((kind) => scored.every((run) => known(run.figures[`${kind}_${name}`]))) || null;
 }
 
+function isLoss(name) {
+  return /loss|err|perplexity/i.test(name);
+}
+
 // Return what runs of one data set are ranked by: {value(run), lowest, text(run), part}; null if they share no figure.
 // Validation data comes first if all have some. Own loops are ranked by what they report.
 function rankingOf(runs) {
@@ -95,7 +122,7 @@ function rankingOf(runs) {
   }
   if (scored.length) return null;
   const names = Object.keys(ended[0]?.figures.metrics || {}).filter((name) => ended.every((run) => known(run.figures.metrics[name])));
-  const name = names.find((one) => /acc|f1|auc|bleu|score/i.test(one)) || names.find((one) => /loss|err|perplexity/i.test(one));
+  const name = names.find((one) => /acc|f1|auc|bleu|score/i.test(one)) || names.find(isLoss);
   if (!name) return null;
   const value = (run) => run.figures.metrics[name];
   return { value, text: (run) => `${name} ${digits(value(run), 4)}, as reported`, part: null, lowest: !/acc|f1|auc|bleu|score/i.test(name) };

@@ -33,9 +33,18 @@ function digits(value, count = 3) {
   if (!known(value)) return "–";
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size >= 1e15 || size < 1e-5) return value.toExponential(1).replace("e+", "e");
+  if (size >= 1e7 || size < 1e-5) return exponent(value, count);
   if (size >= 10 ** Math.min(3, count)) return Number(value.toPrecision(Math.max(count, Math.floor(Math.log10(size)) + 1))).toLocaleString("en-US");
   return String(Number(value.toPrecision(count)));
+}
+
+function exponent(value, count) {
+  return Number(value.toPrecision(Math.min(3, count))).toExponential().replace("e+", "e");
+}
+
+// Return the label of a tick: it fits beside the axis whatever the range.
+function tickText(value) {
+  return Math.abs(value) >= 1e4 ? exponent(value, 3) : digits(value, 4);
 }
 
 const SIZES = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
@@ -57,23 +66,22 @@ function clockUnit(seconds) {
   return { size, name };
 }
 
-// Return a duration as people write it: 31 ms, 0.9 s, 42 s, 4 min 35 s, 2 h 13 min, 3 d 4 h.
+// Return a duration as `seconds_text` does: 31 ms, 0.9 s, 42 s, 4 min 35 s, 2 h 13 min, 3 d 4 h.
 function clock(seconds) {
   if (!known(seconds)) return "–";
   if (seconds < 0.0995 && seconds > 0) return `${digits(1000 * seconds, 2)} ms`;
-  if (seconds < 9.95) return `${seconds.toFixed(1)} s`;
-  const parts = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
-  const first = parts.findIndex(([size]) => Math.round(seconds) >= size);
-  const [size, name] = parts[first];
-  const [less, lesser] = parts[first + 1] || [1, ""];
-  const whole = Math.round(seconds / less) * less;
-  const rest = Math.round((whole % size) / less);
-  return `${Math.floor(whole / size)} ${name}${rest && lesser ? ` ${rest} ${lesser}` : ""}`;
+  if (seconds < 9.95) return `${Number(seconds.toPrecision(2))} s`;
+  for (const [size, less, name, lesser] of [[86400, 3600, "d", "h"], [3600, 60, "h", "min"], [60, 1, "min", "s"]]) {
+    const count = Math.round(seconds / less);
+    const [whole, rest] = [Math.floor((count * less) / size), count % (size / less)];
+    if (whole) return `${whole} ${name}${rest ? ` ${rest} ${lesser}` : ""}`;
+  }
+  return `${Math.round(seconds)} s`;
 }
 
-// Return a time on an axis, with the digits that tell neighbouring points apart.
-function instant(seconds) {
-  return known(seconds) && seconds < 60 && seconds >= 0.1 ? `${digits(seconds)} s` : clock(seconds);
+// Return samples per second as the sentence on a run has them.
+function rateText(value) {
+  return known(value) && value >= 10 ? Math.round(value).toLocaleString("en-US") : digits(value, 2);
 }
 
 const KINDS = {
@@ -81,8 +89,8 @@ const KINDS = {
   count: (value) => (known(value) && Number.isInteger(value) ? value.toLocaleString("en-US") : digits(value, 4)),
   percent: (value) => (known(value) ? `${value.toFixed(2)} %` : "–"),
   bytes: (value) => short(value, "B"),
-  rate: (value) => `${digits(value, 4)} /s`,
-  seconds: instant,
+  rate: (value) => `${rateText(value)} /s`,
+  seconds: clock,
 };
 
 // Return the unit of an axis for a kind of number, and its size.
@@ -114,19 +122,31 @@ function ticks(low, high, count) {
   return found;
 }
 
-function logTicks(low, high) {
-  const found = [];
-  for (let power = Math.ceil(Math.log10(low) - 1e-9); power <= Math.log10(high) + 1e-9; power += 1) found.push(10 ** power);
-  if (found.length > 3) return found;
-  const finer = [];
-  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += 1) finer.push(...[1, 2, 5].map((one) => one * 10 ** power));
-  const inside = finer.filter((value) => value >= low * 0.999 && value <= high * 1.001);
-  return inside.length > 1 ? inside : [low, high];
+// Return at most `count` round numbers of a logarithmic axis: 1, 2 and 5 of each decade, or every so many decades.
+function logTicks(low, high, count) {
+  const [first, last] = [Math.floor(Math.log10(low)), Math.log10(high)];
+  const powers = Array.from({ length: Math.max(1, Math.floor(last) - first + 1) }, (_, place) => first + place);
+  const within = (value) => value >= low * 0.999 && value <= high * 1.001;
+  const fine = powers.length > count ? [] : powers.flatMap((power) => [1, 2, 5].map((one) => one * 10 ** power)).filter(within);
+  if (fine.length > 1 && fine.length <= count) return fine;
+  const whole = powers.map((power) => 10 ** power).filter(within);
+  const step = Math.ceil(whole.length / count);
+  const coarse = whole.filter((value) => Math.round(Math.log10(value)) % step === 0);
+  return coarse.length > 1 ? coarse : [low, high];
 }
 
-// Smooth by weighted means, forward and backward, so that nothing is shifted.
+const EXPLODED = 100; // a loss has exploded at so many times the first one
+
+function explodedFrom(values) {
+  const first = values.find(known);
+  return first > 0 ? EXPLODED * first : Infinity;
+}
+
+// Smooth by weighted means, forward and backward, so that nothing is shifted. An exploded value stays as it is, and no
+// other takes part in it.
 function smooth(values, weights) {
-  const places = values.map((_, place) => place).filter((place) => known(values[place]));
+  const limit = explodedFrom(values);
+  const places = values.map((_, place) => place).filter((place) => known(values[place]) && values[place] <= limit);
   const keep = Math.exp(-1 / Math.max(1, places.length / 60));
   const sums = values.map(() => 0);
   const counts = values.map(() => 0);
@@ -141,7 +161,7 @@ function smooth(values, weights) {
       counts[place] += count - (order === places ? 0 : weight);
     }
   }
-  return values.map((value, place) => (known(value) ? sums[place] / counts[place] : null));
+  return values.map((value, place) => (known(value) && value <= limit ? sums[place] / counts[place] : value));
 }
 
 // A score belongs to the live weights or to their running average; one is never compared with the other.
@@ -162,4 +182,17 @@ function stroke(colour, dash = "") {
 
 function dashOf(number) {
   return DASHES[Math.floor(number / COLOURS) % DASHES.length];
+}
+
+// Shapes of dots, as corners within a square of side 2: round, square, triangle, diamond. Runs of one colour differ by them.
+const SHAPES = [null, [[-0.9, -0.9], [0.9, -0.9], [0.9, 0.9], [-0.9, 0.9]], [[0, -1.1], [1.1, 0.9], [-1.1, 0.9]], [[0, -1.2], [1.2, 0], [0, 1.2], [-1.2, 0]]];
+
+function shapeOf(number) {
+  return SHAPES[Math.floor(number / COLOURS) % SHAPES.length];
+}
+
+// Return the legend sample of a dot.
+function spot(number) {
+  const corners = shapeOf(number)?.map((corner) => corner.map((one) => `${Math.round(50 + 41 * one)}%`).join(" "));
+  return `background:${colourOf(number)};border-radius:${corners ? 0 : "50%"};clip-path:${corners ? `polygon(${corners.join(",")})` : "none"}`;
 }

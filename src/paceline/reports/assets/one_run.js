@@ -28,6 +28,7 @@ class OneRun {
     learning.append(grid);
     this.loss = new LineChart(grid, "Loss");
     this.accuracy = new LineChart(grid, "Accuracy");
+    this.reported = new Map();
     this.norm = new LineChart(grid, "Weight norm", { height: 200 });
     this.factor = new LineChart(grid, "Step limit", { height: 200 });
     this.rate = new LineChart(grid, "Learning rate", { height: 200 });
@@ -77,7 +78,7 @@ class OneRun {
     this.run = run;
     setText(this.title, run.title || "");
     setText(this.about, aboutOf(run));
-    setText(this.verdict, run.verdict);
+    setAdvice(this.verdict, run.verdict);
     const share = run.figures.fraction;
     this.meter.hidden = !run.going_on || !known(share);
     this.meter.value = share || 0;
@@ -109,6 +110,7 @@ class OneRun {
     this.loss.update(lossSpec(run, axis, this.x(run), marks));
     this.accuracy.update(accuracySpec(run, axis, this.x(run), marks));
     this.classes.update(classSpec(run));
+    this.updateReported(run, marks);
     this.norm.update(lineSpec(run.progress, "norm", axis, this.x(run), { label: "length of the weight vector", kind: "number" }));
     const factors = run.progress.step_factor || [];
     const factor = factors.some((one) => one !== null && one < 1);
@@ -120,6 +122,17 @@ class OneRun {
     this.learningBox.hidden = [...this.learningGrid.children].every((one) => one.hidden);
   }
 
+  // A chart for each metric that an own loop reported more than once; they come before those of the server.
+  updateReported(run, marks) {
+    for (const name of Object.keys(run.reported)) {
+      if (this.reported.has(name)) continue;
+      const chart = new LineChart(this.learningGrid, name);
+      this.learningGrid.insertBefore(chart.figure, this.norm.figure);
+      this.reported.set(name, chart);
+    }
+    for (const [name, chart] of this.reported) chart.update(run.reported[name] ? reportedSpec(run, name, this.axis, this.x(run), marks) : null);
+  }
+
   updatePace(run) {
     const time = { label: timeLabel(run), kind: "seconds", tight: true };
     const end = Math.max(run.figures.seconds || 0, ...run.timeline.lanes.flatMap((lane) => lane.here.map(([, to]) => to)));
@@ -129,7 +142,8 @@ class OneRun {
       run.timeline.lanes.some((lane) => lane.segments.some((one) => one[place + 2] > 0)));
     const gone = run.timeline.lanes.some((lane) => lane.here.length && (lane.here.length > 1 || lane.here[0][1] < end * 0.999));
     const legend = used.map((part) => [PART_NAMES[part], `background:var(--${part})`]);
-    if (!used.length) legend.push(["present", "background:var(--here)"]);
+    const told = Math.max(0, ...run.timeline.lanes.flatMap((lane) => lane.segments.map(([, until]) => until)));
+    if (!used.length || told < end * 0.98) legend.push([used.length ? "present, use of time unknown" : "present", "background:var(--here)"]);
     const few = run.timeline.lanes.some((lane) => lane.segments.some((one) => one[6] > 0));
     if ((gone && !run.timeline.grouped) || few) legend.push([PART_NAMES.away, "background:repeating-linear-gradient(45deg,var(--away) 0 1.5px,transparent 1.5px 4px)"]);
     const summary = run.findings.join(". ");
@@ -137,9 +151,9 @@ class OneRun {
     setText(this.findings, run.findings.map((text) => text[0].toUpperCase() + text.slice(1)).join(". ") + (run.findings.length ? "." : ""));
     const speed = { x: run.rate.t, y: run.rate.rate, name: "samples", colour: "var(--c0)", dots: 0 };
     const mean = run.figures.rate;
-    this.speed.update(run.rate.t.length ? {
+    this.speed.update(run.rate.t.length > 1 ? {
       x: time, y: { label: "samples/s", kind: "rate", zero: true }, series: [speed], marks: marksOf(run),
-      summary: known(mean) ? `${digits(mean)} samples a second on average` : "",
+      summary: known(mean) ? `${rateText(mean)} samples a second on average` : "",
     } : null);
     const stale = run.figures.staleness;
     this.staleness.update(run.staleness.some(([low, , count]) => low > 0 && count > 0) ? {
@@ -183,6 +197,8 @@ function marksOf(run) {
   return listed.slice(0, 40).map((one) => ({ x: one.t, text: `${clock(one.t)}: ${one.text}` }));
 }
 
+const FINAL = ["test", "validation", "train"].flatMap((part) => [`${part}_accuracy`, `${part}_loss`]);
+
 // Return what the figures belong to: the run's name, its workers, the applied rule and the scored weights.
 function aboutOf(run) {
   const { figures, settings } = run;
@@ -190,7 +206,7 @@ function aboutOf(run) {
   const chosen = settings.rule === "auto" && figures.rule ? ", chosen by auto" : "";
   return [
     `run ${run.name}`, known(figures.workers) ? `${figures.workers} ${figures.workers === 1 ? "worker" : "workers"}` : null,
-    rule ? `rule ${rule}${chosen}` : settings.rule ? "rule auto" : null, settings.task?.startsWith("script:") ? null : `scored: ${figures.weights} weights`,
+    rule ? `rule ${rule}${chosen}` : settings.rule ? "rule auto" : null, FINAL.some((name) => known(figures[name])) ? `scored: ${figures.weights} weights` : null,
   ].filter(Boolean).join(" · ");
 }
 
@@ -205,7 +221,7 @@ function tilesOf(run) {
     ...Object.entries(figures.metrics).map(([name, value]) => [`${name}, reported`, known(value) ? digits(value, 4) : "not finite"]),
     [timeLabel(run), known(figures.seconds) ? clock(figures.seconds) : null],
     ["time left, about", known(figures.seconds_left) ? clock(figures.seconds_left) : null],
-    ["samples/s", known(figures.rate) ? digits(figures.rate, 4) : null],
+    ["samples/s", known(figures.rate) ? rateText(figures.rate) : null],
     ["updates", known(figures.updates) ? KINDS.count(figures.updates) : null],
     ["staleness, mean", stale && stale.max ? digits(stale.mean) : null],
     ["workers lost", figures.lost_workers ? String(figures.lost_workers) : null],
@@ -239,7 +255,7 @@ function drawSettings(parent, run) {
     if (run.settings.task && (name === "dataset" || name === "model")) continue; // the task has its own
     const group = facts.groups[name] || "other";
     if (!groups.has(group)) groups.set(group, []);
-    const term = el("dt", { title: facts.help[name] || null, class: changed ? "changed" : null }, name.replaceAll("_", "-"));
+    const term = el("dt", { title: facts.help[name] || null, class: changed ? "changed" : null }, flagOf(name));
     groups.get(group).push(term, el("dd", { class: changed ? "changed" : null }, settingText(value)));
   }
   parent.replaceChildren(...[...groups].map(([name, rows]) => el("div", {}, el("h4", {}, name), el("dl", { class: "facts" }, ...rows))));

@@ -1,10 +1,11 @@
 // Several runs side by side: a table, and for each data set curves, scaling and classes.
 
-const METRICS = [...["test", "validation"].flatMap((part) => ["accuracy", "loss"].flatMap((what) => WEIGHTS.map((kind) => [`${kind}_${part}_${what}`, `${part} ${what}, ${kind}`]))),
-  ["train", "train loss of pushes"]];
-const MAX_CHOSEN = 8;
+const SCORED = ["test", "validation"].flatMap((part) => ["accuracy", "loss"].flatMap((what) => WEIGHTS.map((kind) => [`${kind}_${part}_${what}`, `${part} ${what}, ${kind}`])));
+const TRAIN = ["train", "train loss of pushes"];
+const MAX_CHOSEN = COLOURS;
 const MAX_ROWS = 15;
-const MAX_SETTINGS = 6; // columns of differing settings
+const MAX_METRICS = 3; // columns of reported metrics
+const MAX_SETTINGS = 4; // columns of differing settings
 
 class SeveralRuns {
   constructor(top, parent, choose) {
@@ -18,8 +19,10 @@ class SeveralRuns {
     this.hint = el("p", { class: "findings hint" });
     all.append(this.hint);
     this.table = new SortedTable(all, [], { caption: "Runs", falling: true, most: MAX_ROWS });
+    this.others = el("p", { class: "findings" });
+    all.append(this.others);
     const curves = section(parent, "Training curves", "curves");
-    this.metric = new Choice(curves, "what is drawn", METRICS, () => this.update(this.runs));
+    this.metric = new Choice(curves, "what is drawn", [], () => this.update(this.runs));
     this.box = el("div");
     curves.append(this.box);
     this.changed = section(parent, "Differing settings", "differs");
@@ -30,9 +33,10 @@ class SeveralRuns {
 
   update(runs) {
     this.runs = runs;
-    if (!this.chosen) this.metric.set(firstMetric(groupsOf(runs)[0][1]));
-    this.chosen = true;
-    this.metric.offer((name) => hasCurve(runs, name));
+    const first = this.chosen ? null : firstMetric(groupsOf(runs)[0][1]);
+    if (first) this.metric.set(first);
+    this.chosen ||= Boolean(first);
+    this.metric.offer(metricsOf(runs).filter(([name]) => hasCurve(runs, name)));
     setText(this.verdict, overall(runs));
     const notes = notesOf(runs);
     this.notes.hidden = !notes.length;
@@ -45,7 +49,7 @@ class SeveralRuns {
     this.updateGroups(groupsOf(runs));
     this.changed.hidden = !differing.length;
     this.changedList.replaceChildren(...differing.map(([name, groups]) => el("div", {},
-      el("dt", { title: facts.help[name] || null }, name.replaceAll("_", "-")),
+      el("dt", { title: facts.help[name] || null }, flagOf(name)),
       el("dd", {}, ...valuesOf(groups, runs)))));
   }
 
@@ -79,23 +83,33 @@ class SeveralRuns {
   }
 
   updateTable(runs, differing) {
-    const named = differing.slice(0, MAX_SETTINGS).map(([name]) => name);
+    const telling = tellingSettings(runs, differing.map(([name]) => name));
+    const named = telling.slice(0, MAX_SETTINGS);
+    const others = differing.map(([name]) => name).filter((name) => !named.includes(name));
+    setText(this.others, others.length ? `Listed under “Differing settings”: ${others.map(flagOf).join(", ")}.` : "");
     const groups = groupsOf(runs);
     const kind = comparable(runs, "test_accuracy");
     if (!facts.live && !this.table.sort.by && kind && groups.length === 1) this.table.sort = { by: `${kind}_test_accuracy`, falling: true };
     const listed = groups.length > 1 && !facts.live ? groups.flatMap(([, members]) => fromTheBest(members)) : runs;
     const rows = listed.map((run) => ({ run, key: run.id, state: [this.coloured.has(run.id), this.numbers.get(run.id)], className: this.coloured.has(run.id) || this.many ? null : "off" }));
+    const accuracies = [...scoreColumns("validation_accuracy", "valid. %", percentCell), ...scoreColumns("test_accuracy", "test %", percentCell)];
+    // Of live and averaged weights, those come first that all scored runs have.
+    const shared = (column) => {
+      const [weights, score] = column.split(/_(.*)/);
+      const common = comparable(runs, score);
+      return common === null || common === weights;
+    };
     const columns = [
       { name: "run", title: "run", value: (row) => row.run.short, cell: (row) => this.nameCell(row) },
       ...named.map((name) => settingColumn(name, runs)),
       ...(facts.live || new Set(runs.map((run) => run.status)).size > 1 ? [{ name: "status", title: "status", value: (row) => row.run.status, cell: (row) => badge(row.run) }] : []),
-      ...[...new Set(runs.flatMap((run) => Object.keys(run.figures.metrics)))].map((name) =>
+      ...[...new Set(runs.flatMap((run) => Object.keys(run.figures.metrics)))].slice(0, MAX_METRICS).map((name) =>
         measured(`metric-${name}`, `${name}, reported`, (figures) => figures.metrics[name], (value) => digits(value, 4))),
-      ...[["validation_accuracy", "valid. %", 2], ["test_accuracy", "test %", 2], ["train_accuracy", "train %", 2], ["test_loss", "test loss", 4]].flatMap(([name, title, places]) =>
-        WEIGHTS.map((of) => measured(`${of}_${name}`, `${title}, ${of === "live" ? of : "avg"}`, (figures) => figures[`${of}_${name}`],
-          (value) => (known(value) ? value.toFixed(places) : "–")))),
+      ...accuracies.filter(({ name }) => shared(name)),
       measured("seconds", "time", (figures) => figures.seconds, clock),
-      measured("rate", "samples/s", (figures) => figures.rate, (value) => digits(value, 4)),
+      measured("rate", "samples/s", (figures) => figures.rate, rateText),
+      ...accuracies.filter(({ name }) => !shared(name)),
+      ...scoreColumns("test_loss", "test loss", (value) => digits(value, 4)), ...scoreColumns("train_accuracy", "train %", percentCell),
       measured("stale", "staleness", (figures) => figures.staleness?.mean, digits),
       measured("bytes", "moved", (figures) => (known(figures.bytes_pushed) ? figures.bytes_pushed + (figures.bytes_pulled || 0) : null), (value) => short(value, "B")),
     ];
@@ -126,8 +140,9 @@ function notesOf(runs) {
 class ComparedGroup {
   constructor(parent) {
     this.heading = el("h3", { class: "group" });
+    this.empty = el("p", { class: "findings" }, "No curves: neither a loss nor an evaluation was recorded while training.");
     this.grid = el("div", { class: "grid" });
-    this.box = el("div", { class: "compared" }, this.heading, this.grid);
+    this.box = el("div", { class: "compared" }, this.heading, this.empty, this.grid);
     parent.append(this.box);
     this.overTime = new LineChart(this.grid, "Over time", { height: 280 });
     this.overSamples = new LineChart(this.grid, "Over samples", { height: 280 });
@@ -136,29 +151,38 @@ class ComparedGroup {
   }
 
   update(name, runs, { coloured, numbers, metric, many }) {
-    this.heading.hidden = !name;
-    setText(this.heading, `${name}: ${runs.length === 1 ? "1 run" : `${runs.length} runs`}`);
+    const count = runs.length === 1 ? "1 run" : `${runs.length} runs`;
+    setText(this.heading, name ? `${name}: ${count}` : "");
     const seen = runs.map((run) => ({ run, number: numbers.get(run.id) ?? 0, on: coloured.has(run.id) }));
     const drawn = seen.filter(({ on }) => on || many);
     const labels = [...new Set(runs.map(timeLabel))];
     const label = labels.length > 1 ? "training or virtual time" : labels[0];
-    const value = hasCurve(runs, metric.value) ? metric.value : firstMetric(runs);
-    this.overTime.update(curvesSpec(drawn, value, "t", { label, kind: "seconds", tight: true }));
-    this.overSamples.update(curvesSpec(drawn, value, "samples", { label: "samples", kind: "count", tight: true }));
+    const value = metric.value && hasCurve(runs, metric.value) ? metric.value : firstMetric(runs);
+    this.overTime.update(value ? curvesSpec(drawn, value, "t", { label, kind: "seconds", tight: true }) : null);
+    this.overSamples.update(value ? curvesSpec(drawn, value, "samples", { label: "samples", kind: "count", tight: true }) : null);
     this.scaling.update(scalingSpec(runs));
     this.classes.update(classesSpec(seen.filter(({ on }) => on)));
     settle(this.grid);
+    this.heading.hidden = !name;
+    this.empty.hidden = [...this.grid.children].some((one) => !one.hidden);
   }
 }
 
-function hasCurve(runs, name) {
-  return name === "train" || runs.some((run) => curveOf(run, name).filter(known).length > 1);
+// Return name and text of each metric that can be drawn.
+function metricsOf(runs) {
+  const reported = [...new Set(runs.flatMap((run) => Object.keys(run.reported)))];
+  return [...SCORED, ...reported.map((name) => [REPORTED + name, `${name}, reported`]), TRAIN];
 }
 
-// Return the first metric for which any run has a curve, one that all runs can be compared by if there is one.
+function hasCurve(runs, name) {
+  return runs.some((run) => curveOf(run, name).y.filter(known).length > 1);
+}
+
+// Return the first metric for which most runs have a curve, one that all runs can be compared by if there is one.
 function firstMetric(runs) {
   const compared = ["test", "validation"].flatMap((part) => ["accuracy", "loss"].map((what) => `${comparable(runs, `${part}_${what}`)}_${part}_${what}`));
-  return [...compared, ...METRICS.map(([name]) => name)].find((name) => hasCurve(runs, name));
+  const names = [...compared, ...metricsOf(runs).map(([name]) => name)];
+  return names.find((name) => 2 * runs.filter((run) => hasCurve([run], name)).length > runs.length) || names.find((name) => hasCurve(runs, name));
 }
 
 // Return the runs of a data set that have a colour at first.
@@ -173,9 +197,18 @@ function chosenOf(runs) {
 
 function settingColumn(name, runs) {
   const value = (row) => settingOf(row.run, name);
-  return { name: `set-${name}`, title: name.replaceAll("_", "-"), help: facts.help[name],
+  return { name: `set-${name}`, title: flagOf(name), help: facts.help[name],
     number: runs.every((run) => known(settingOf(run, name)) || (settingOf(run, name) ?? null) === null),
     value: (row) => (known(value(row)) ? value(row) : settingText(value(row))), cell: (row) => settingText(value(row)) };
+}
+
+// Return a column for each kind of weights.
+function scoreColumns(name, title, show) {
+  return WEIGHTS.map((of) => measured(`${of}_${name}`, `${title}, ${of === "live" ? of : "avg"}`, (figures) => figures[`${of}_${name}`], show));
+}
+
+function percentCell(value) {
+  return known(value) ? value.toFixed(2) : "–";
 }
 
 function measured(name, title, pick, show) {
@@ -193,10 +226,10 @@ function overall(runs) {
   const how = [...counts].map(([status, count]) => `${count} ${status}`).join(", ");
   const groups = groupsOf(runs);
   const sentences = [`${runs.length} runs: ${how}.`, ...groups.filter(([, members]) => members.length > 1).map(([name, members]) => bestSentence(members, groups.length > 1 ? ` on ${name}` : ""))];
-  const timed = runs.filter((run) => known(run.figures.rate) && !run.figures.simulated && !run.figures.lab);
+  const timed = runs.filter((run) => known(run.figures.rate) && !FAILED.includes(run.status) && !run.figures.simulated && !run.figures.lab);
   if (groups.length === 1 && new Set(timed.map((run) => run.figures.rate)).size > 1) {
     const fast = timed.reduce((a, b) => (b.figures.rate > a.figures.rate ? b : a));
-    sentences.push(`Fastest is ${fast.short} with ${digits(fast.figures.rate, 4)} samples/s.`);
+    sentences.push(`Fastest is ${fast.short} with ${rateText(fast.figures.rate)} samples/s.`);
   }
   return sentences.filter(Boolean).join(" ");
 }

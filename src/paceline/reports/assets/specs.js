@@ -56,10 +56,17 @@ function accuracySpec(run, axis, x, marks) {
     series.push({ name: text, x: run.scores[axis], y: run.scores[name], colour });
     legend.push([text, stroke(colour)]);
   }
-  if (!series.length) return null;
+  if (run.scores.t.length < 2 || !series.length) return null; // the tiles tell the only scores
   const best = Math.max(...run.scores.test_accuracy.filter(known));
   const summary = Number.isFinite(best) ? `Test accuracy at best ${KINDS.percent(best)} (${run.figures.weights} weights)` : "";
   return { x, y: { label: "accuracy", kind: "percent", floor: 0, ceiling: 100 }, series, legend, marks, summary };
+}
+
+function reportedSpec(run, name, axis, x, marks) {
+  const { [axis]: times, value } = run.reported[name];
+  if (value.filter(known).length < 2) return null;
+  const y = { label: "as the script reported it", kind: "number", ...(isLoss(name) ? logScale(value) : {}) };
+  return { x, y, series: [{ name, x: times, y: value, colour: "var(--c1)" }], marks, summary: `ends at ${digits(value.filter(known).at(-1), 4)}` };
 }
 
 function classSpec(run, most = 20) {
@@ -70,7 +77,7 @@ function classSpec(run, most = 20) {
   const [lowest, second] = [...scored].sort((a, b) => a[1] - b[1]);
   const worst = second && lowest[1] < second[1] ? lowest[0] : null;
   const caption = `${run.figures.weights} weights${worst === null ? "" : `; lowest: ${worst}`}` + (scored.length > most ? `; the ${most} lowest of ${scored.length}` : "");
-  return { rows, single: true, lowest: worst, colours: ["var(--c0)"], names: [run.name], label: "accuracy (%)", caption,
+  return { rows, single: true, lowest: worst, numbers: [0], names: [run.name], label: "accuracy (%)", caption,
     summary: `lowest: ${lowest[0]} with ${KINDS.percent(lowest[1])}` };
 }
 

@@ -46,9 +46,17 @@ class SortedTable {
     const button = el("button", { type: "button", title: column.help || null, onclick: () => {
       this.sort = { by: column.name, falling: pressed ? !this.sort.falling : Boolean(column.number) };
       this.draw();
-    } }, column.title, el("span", { class: "arrow", "aria-hidden": "true" }, pressed ? (this.sort.falling ? "↓" : "↑") : ""));
+    } }, ...wrapped(column.title, pressed ? (this.sort.falling ? "↓" : "↑") : ""));
     return el("th", { scope: "col", class: column.number ? "number" : null, "aria-sort": sorted }, button);
   }
+}
+
+// Break a title after a comma only, not before its arrow.
+function wrapped(title, arrow) {
+  const parts = title.split(", ").map((part) => el("span", { class: "unbroken" }, part));
+  parts.slice(0, -1).forEach((part) => part.append(","));
+  parts.at(-1).append(el("span", { class: "arrow", "aria-hidden": "true" }, arrow));
+  return parts.flatMap((part, place) => (place ? [" ", part] : [part]));
 }
 
 // Unknown values come last in either order.
@@ -61,20 +69,24 @@ function order(a, b, falling) {
 
 class Choice {
   constructor(parent, label, options, onchange) {
-    this.buttons = options.map(([value, text]) =>
-      el("button", { type: "button", "data-value": value, onclick: () => { this.set(value); onchange(value); } }, text));
-    parent.append(el("div", { class: "choice", role: "group", "aria-label": label }, ...this.buttons));
-    this.set(options[0][0]);
+    this.onchange = onchange;
+    this.box = el("div", { class: "choice", role: "group", "aria-label": label });
+    parent.firstChild.append(this.box); // in the heading
+    this.value = options[0]?.[0] ?? null;
+    this.offer(options);
   }
 
   set(value) {
     this.value = value;
-    for (const button of this.buttons) button.setAttribute("aria-pressed", String(button.dataset.value === value));
+    for (const button of this.box.children) button.setAttribute("aria-pressed", String(button.dataset.value === value));
   }
 
-  // Hide the options that have nothing to show.
-  offer(has) {
-    for (const button of this.buttons) button.hidden = !has(button.dataset.value);
+  // Show these options, [value, text] each; one alone is no choice.
+  offer(options) {
+    drawOnce(this.box, options, () => this.box.replaceChildren(...options.map(([value, text]) =>
+      el("button", { type: "button", "data-value": value, onclick: () => { this.set(value); this.onchange(value); } }, text))));
+    this.box.hidden = options.length < 2;
+    this.set(this.value);
   }
 }
 
@@ -105,8 +117,13 @@ function settingText(value) {
   return String(value);
 }
 
+// Set a text with flags, as in --lr 0.005, at which no line breaks.
+function setAdvice(element, text) {
+  drawOnce(element, text, () => element.replaceChildren(...text.split(/(--[a-z][a-z-]*)/).map((part, place) => (place % 2 ? el("span", { class: "unbroken" }, part) : part))));
+}
+
 function section(parent, title, id) {
-  const found = el("section", { "aria-labelledby": id }, el("h2", { id }, title));
+  const found = el("section", { "aria-labelledby": id }, el("div", { class: "heading" }, el("h2", { id }, title)));
   parent.append(found);
   return found;
 }

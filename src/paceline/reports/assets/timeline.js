@@ -102,7 +102,7 @@ class Timeline extends Figure {
     this.rule.setAttribute("x1", left);
     this.rule.setAttribute("x2", left);
     this.rule.setAttribute("visibility", "visible");
-    const title = `${lane.size > 1 ? "workers" : "worker"} ${lane.name}, ${instant(now)}`;
+    const title = `${lane.size > 1 ? "workers" : "worker"} ${lane.name}, ${clock(now)}`;
     const here = lane.here.some(([from, to]) => from <= now && now <= to);
     const segment = lane.segments.find(([from, to]) => from <= now && now <= to);
     const lines = [];
