@@ -12,9 +12,9 @@ import pytest
 from paceline.analysis.listing import runs_in, runs_of
 from paceline.analysis.status import read_status
 from paceline.cli.main import main
-from paceline.reports.console import closing_lines
 from paceline.reports.report_data import RunReader
 from paceline.reports.run_tables import compare, run_list
+from paceline.reports.sentences import closing_lines
 from paceline.reports.status_table import format_status
 from tests.support.made_up_runs import log_events, make_folder, result_of, started
 from tests.support.recorded_runs import Record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from paceline.analysis.naming import NO_DATA, model_name, subject
 from paceline.analysis.reported import read_reported
 from paceline.analysis.scored_weights import SCORES as FINAL_SCORES
 from paceline.analysis.scored_weights import by_weights, kind_of
-from paceline.analysis.status import UNDER_WAY, RunStatus, seconds_left, status_without_result
+from paceline.analysis.status import UNDER_WAY, RunStatus, seconds_left, status_without_result, workers_of_result
 from paceline.analysis.stragglers import stragglers
 from paceline.analysis.tail import ArrivalFollower, EventFollower
 from paceline.config import SCRIPT, RunConfig, is_simulated, max_workers_of, to_dict
@@ -110,7 +111,7 @@ class RunReader:
             "going_on": going_on,
             **run_names(settings),
             "verdict": outcome_sentence(status, figures, resume_hint),
-            "closing": closing(self._result, classes, str(self.folder.path)),
+            "closing": closing(self._result, classes, str(self.folder.path), self._shares()),
             "notes": self._notes(going_on),
             "figures": figures,
             "course": _loss(aggregates),
@@ -198,6 +199,10 @@ class RunReader:
         counted = (self._result or {}).get("staleness_histogram")
         pairs = [[int(value), int(count)] for value, count in counted.items()] if isinstance(counted, dict) else None
         return bars(pairs if pairs is not None else self._aggregates.stale or [])
+
+    def _shares(self) -> list[Mapping[str, float]]:
+        """Return the shares of each worker's time, as `status` has them."""
+        return [one.shares for one in self._aggregates.workers(whole=True)[0] or workers_of_result(self._result)]
 
     def _workers(self, status: str) -> tuple[list[dict[str, Any]], int, list[str]]:
         """Return a row per worker, stragglers first if there are many, the number left out, and sentences on them."""
