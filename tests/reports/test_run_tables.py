@@ -389,3 +389,16 @@ def test_the_tables_of_other_verbs_lose_columns_on_a_narrow_terminal(monkeypatch
     assert whole.split("\n")[0].split() == ["data", "set", "train", "test", "found"]
     assert narrow.split("\n")[0].split() == ["data", "set", "found"]
     assert set(DROP_ORDER) < set(HEAD)
+
+
+def test_regressions_have_their_loss_in_every_table_and_the_lowest_is_named(tmp_path: Path) -> None:
+    """All three average their weights: the score of the saved ones is kept on a narrow terminal."""
+    for name, loss, live in (("a", 0.5, 0.4), ("b", 0.25, 0.3), ("c", 0.75, 0.8)):
+        scores = {"test_loss": loss, "live_test_loss": live, "weights": "averaged", "train_accuracy": None}
+        settings = {"task": "fit.py:build", "lr": 0.1 if name == "a" else 0.2, "average": "on"}
+        RunFolder.create(RunConfig(runs=str(tmp_path), name=name, **settings)).write_result(finished(None, **scores))
+    rows = choose(runs_in(tmp_path), [], "run")
+    assert "lowest test loss, averaged weights: b (0.2500)" in compare(rows, 200)
+    assert "test loss avg" in compare(rows, 60).splitlines()[0]
+    listed = run_list(rows, 80).splitlines()
+    assert "test loss avg" in listed[0] and "test %" not in listed[0] and "0.2500" in listed[2]

@@ -50,12 +50,13 @@ def _by_weights(head: str, score: str, form: str, drop_order: int) -> list[Figur
 
 
 TEST_ACCURACIES = _by_weights("test %", "test_accuracy", ".2f", 9)
+TEST_LOSSES = _by_weights("test loss", "test_loss", ".4f", 3)
 FIGURES = (
     FigureColumn("seconds", "train_seconds", ",.1f", 9),
     FigureColumn("samples/s", "samples_per_second", ",.0f", 7),
     *_by_weights("train %", "train_accuracy", ".2f", 4),
     *TEST_ACCURACIES,
-    *_by_weights("test loss", "test_loss", ".4f", 3),
+    *TEST_LOSSES,
     FigureColumn("stale", "staleness_mean", ".2f", 2),
     FigureColumn("dropped", "dropped_pushes", ",.0f", 1),
 )
@@ -74,6 +75,9 @@ def run_list(rows: list[Row], width: int, most: int | None = None) -> str:
     """Return one line per run, at most so many, then the problems of damaged runs."""
     shown = rows[:most]
     scored = any(row[one.key] is not None for one in TEST_ACCURACIES for row in shown)
+    without = [row for row in shown if row["test_accuracy"] is None and row["test_loss"] is not None]
+    figures = [*(TEST_ACCURACIES if scored else []), *(TEST_LOSSES if without else [])]
+    preferred = _preferred(shown)
     metrics = metric_names(shown)[:MAX_METRICS]
     columns: list[tuple[Column, Callable[[Row], str]]] = [
         (Column("strategy", 5), lambda row: str(row["strategy"] or "-")),
@@ -82,7 +86,10 @@ def run_list(rows: list[Row], width: int, most: int | None = None) -> str:
         (Column("workers", 3), lambda row: str(row["workers"] or "-")),
         (Column("kind", 0), _kind),
         (Column("status", 0), _status),
-        *((Column(one.head, 4), lambda row, one=one: _number(row[one.key], one.form)) for one in TEST_ACCURACIES),
+        *(
+            (Column(one.head, 4 + (one.key in preferred)), lambda row, one=one: _number(row[one.key], one.form))
+            for one in figures
+        ),
         *((Column(name, 3 if scored else 6), lambda row, name=name: _metric(row, name)) for name in metrics),
         (Column("changed", 1), lambda row: time.strftime("%Y-%m-%d %H:%M", time.localtime(row["changed"]))),
     ]
@@ -131,9 +138,10 @@ def _group(rows: list[Row], width: int, most: int | None) -> str:
     scored = any(row[one.key] is not None for one in TEST_ACCURACIES for row in shown)
     same_status = len(rows) > 1 and len({_status(row) for row in rows}) == 1 and bool(sound)
     columns = [Column(_flag(name), 10 if name == "strategy" else 6 if name in DERIVED else 8) for name in settings]
+    preferred = _preferred(sound)
     columns += [
-        Column(figure.head, figure.drop_order if scored or not figure.head.startswith("test loss") else 9)
-        for figure in figures
+        Column(one.head, (9 if one in TEST_LOSSES and not scored else one.drop_order) + (one.key in preferred))
+        for one in figures
     ]
     columns += [Column(name, 5 if scored else 9) for name in metrics[:MAX_METRICS]]
     columns += [] if same_status else [Column("status", 0)]
@@ -169,6 +177,11 @@ def _group(rows: list[Row], width: int, most: int | None) -> str:
     return "\n".join(lines)
 
 
+def _preferred(rows: list[Row]) -> set[str | None]:
+    """Return the scores for the weights that all runs are compared by: their columns go last if space is short."""
+    return {comparable(rows, score) for score in ("test_accuracy", "test_loss")}
+
+
 def _is_sampled(row: Row) -> bool:
     """Whether the train data was scored on a sample of it."""
     total, whole = row["train_total"], row["epoch_samples"]
@@ -176,13 +189,16 @@ def _is_sampled(row: Row) -> bool:
 
 
 def _best_lines(rows: list[Row], names: dict[str, str], width: int) -> list[str]:
-    """Name the run with the best test accuracy or, without one, that with the best of the metrics that tell."""
-    key = comparable(rows, "test_accuracy")
-    if any(row["test_accuracy"] is not None for row in rows):
-        orders = [(BestMetric(key, False), f"test accuracy, {key.partition('_')[0]} weights", ".2f")] if key else []
-    else:
+    """Name the run with the best test accuracy or, without one, the lowest test loss and the metrics that tell."""
+    score, lower, form = ("test_accuracy", False, ".2f")
+    if all(row[score] is None for row in rows):
+        score, lower, form = ("test_loss", True, ".4f")
+    key = comparable(rows, score)
+    what = f"{score.replace('_', ' ')}, {str(key).partition('_')[0]} weights"
+    orders = [(BestMetric(key, lower), what, form)] if key else []
+    if lower:
         known = [(name, is_lower_better(name)) for name in metric_names(rows)[:MAX_METRICS]]
-        orders = [(BestMetric(name, lower), name, ".4g") for name, lower in known if lower is not None]
+        orders += [(BestMetric(name, lower), name, ".4g") for name, lower in known if lower is not None]
     lines = []
     for order, what, form in orders:
         found = {row["run"]: value_of(row, order.metric) for row in rows if row["status"] == "finished"}
