@@ -67,7 +67,8 @@ def test_a_whole_run(tmp_path: Path) -> None:
     [
         ({"strategy": "sync", "model": "cnn"}, "sync, cnn on fashion-mnist", "fashion-mnist"),
         ({"task": "mine/spirals.py:build"}, "async, spirals:build", "spirals:build"),
-        ({"task": "script:own_loop"}, "async, script own_loop", "script own_loop"),
+        ({"task": "mine.spirals:build"}, "async, spirals:build", "spirals:build"),
+        ({"task": "script:own_loop"}, "async, own_loop.py", "own_loop.py"),
         ({"task": "spirals"}, "async, spirals", "spirals"),
     ],
 )

@@ -258,6 +258,13 @@ def test_runs_of_different_tasks_are_in_separate_tables(runs: Path) -> None:
     assert "run0" not in tables["train.py:"] and "own" not in tables["fashion-mnist:"]
 
 
+def test_a_task_by_its_file_and_by_its_module_is_one_experiment(tmp_path: Path) -> None:
+    """As `python cnn.py` records it, and a program that imports it."""
+    for name, task in (("a", "/home/me/cnn.py:build"), ("b", "cnn:build")):
+        RunFolder.create(RunConfig(runs=str(tmp_path), name=name, task=task)).write_result(finished(80.0, task=task))
+    assert "\n\n" not in compare(runs_in(tmp_path), 200) and "cnn:build" in run_list(runs_in(tmp_path), 200)
+
+
 def test_a_long_table_is_cut_and_says_how_to_see_the_rest(runs: Path) -> None:
     rows = runs_in(runs)
     for text in (run_list(rows, 80, 4), compare(rows, 80, 4)):

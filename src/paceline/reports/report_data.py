@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from paceline.analysis.naming import NO_DATA, model_name, subject
+from paceline.analysis.naming import NO_DATA, model_name, own_source, subject
 from paceline.analysis.reported import read_reported
 from paceline.analysis.scored_weights import SCORES as FINAL_SCORES
 from paceline.analysis.scored_weights import by_weights, kind_of
 from paceline.analysis.status import UNDER_WAY, RunStatus, seconds_left, status_without_result, workers_of_result
 from paceline.analysis.stragglers import stragglers
 from paceline.analysis.tail import ArrivalFollower, EventFollower
-from paceline.config import SCRIPT, RunConfig, is_simulated, max_workers_of, to_dict
+from paceline.config import RunConfig, is_simulated, max_workers_of, to_dict
 from paceline.errors import UserError
 from paceline.reports.aggregates import EVALUATED, SCORES, Aggregates, number
 from paceline.reports.sentences import class_names, closing, outcome_sentence
@@ -229,13 +229,11 @@ def run_names(settings: dict[str, Any]) -> dict[str, str | None]:
     >>> run_names({"strategy": "backup:1", "model": "lenet5", "dataset": "fashion-mnist"})["title"]
     'backup:1, lenet5 on fashion-mnist'
     """
-    strategy, task = settings.get("strategy"), settings.get("task")
-    if task is None:
+    strategy, own = settings.get("strategy"), own_source(settings)
+    if own is None:
         model, dataset = settings.get("model"), settings.get("dataset")
         what = f"{model} on {dataset}" if model and dataset else None
     else:
-        where, _, function = str(task).partition(":")
-        own = f"script {function}" if where == SCRIPT else f"{Path(where).stem}:{function}" if function else where
         model, dataset, what = own, own, own
     if settings.get("timing_only"):
         model, dataset, what = model_name(settings), NO_DATA, subject(settings)
