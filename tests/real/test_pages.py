@@ -231,6 +231,24 @@ def test_the_table_has_results_before_settings_that_tell_nothing(tmp_path: Path)
 
 
 @needs_chromium
+def test_the_page_has_the_differing_settings_that_compare_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `auto` means depends on other settings, and so does what it was resolved to."""
+    for name, threads, average in (("one", 1, "on"), ("two", 2, "none")):
+        settings: dict[str, Any] = {"threads": threads, "average": average}
+        folder = whole_run(tmp_path / "runs", name, strategy="async", **settings)
+        folder.write_result(result_of(folder, rule_applied=f"foresight{' (averaged)' * (average == 'on')}"))
+    assert main(["compare", str(tmp_path / "runs")]) == 0
+    head = capsys.readouterr().out.splitlines()[0]
+    page = report(tmp_path)
+    listed = re.findall(r"<dt[^>]*>([^<]*)</dt>", page.split('id="differs"')[1].split("</section>")[0])
+    assert sorted(listed) == ["average", "scored weights", "threads"]
+    assert {"threads", "average"} <= set(columns_of(page)) and "rule" not in columns_of(page)
+    assert all(name in head for name in listed) and "rule" not in head
+
+
+@needs_chromium
 @pytest.mark.parametrize("width", [1280, 400])
 def test_nothing_overlaps_and_every_run_has_its_own_mark(tmp_path: Path, width: int) -> None:
     for number in range(12):

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.analysis.naming import NO_DATA, model_name, own_source, subject
+from paceline.analysis.differences import compared_settings
+from paceline.analysis.naming import NO_DATA, model_name, own_source, read_named_settings, subject
 from paceline.analysis.reported import read_reported
 from paceline.analysis.scored_weights import SCORES as FINAL_SCORES
 from paceline.analysis.scored_weights import by_weights, kind_of
@@ -128,10 +129,18 @@ class RunReader:
             "happenings": happenings,
             "happenings_left_out": left_out,
             "settings": settings,
+            "compared": self._compared(),
             "machine": result.get("environment") or {},
             **{name: origin.get(name) for name in ("command", "made")},
             **{name: result.get(name) for name in ("git", "weights_sha256", "data_origin")},
         }
+
+    def _compared(self) -> dict[str, Any]:
+        """Return the settings by which the run is compared with others; none if they cannot be read."""
+        if self._config is None:
+            return {}
+        recorded = read_named_settings(self.folder, self._config, self._result)
+        return compared_settings(self._config, self._result, recorded)
 
     def _figures(self, status: str) -> dict[str, Any]:
         """Return the figures of the result, or those in the events so far."""

@@ -8,26 +8,23 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from paceline.analysis.listing import SETTINGS, Row, value_of
+from paceline.analysis.differences import differing, setting_text
+from paceline.analysis.listing import Row, value_of
 from paceline.analysis.naming import own_source
 from paceline.analysis.scored_weights import KINDS, SHORT, comparable
 from paceline.reports.status_table import MAX_LETTERS
 from paceline.reports.tables import Column, FittedTable, fitted_table, shortened
-from paceline.settings.rules import AUTOMATIC
 from paceline.settings.stopping import BestMetric, is_lower_better
 from paceline.system.strict_json import is_number
 from paceline.system.terminal import fold, printable
 
 MAX_DIFFERENCES = 8  # settings with a column; the others are listed below the table
-IGNORED_SETTINGS = (
-    *("data_dir", "track", "keep", "checkpoint_every", "restart", "restart_workers", "recovery", "durable"),
-    *("like", "mirror", "task", "name", "keep_going"),
-)
-"""Settings that do not affect how runs compare, or that have a column anyway."""
-COMPARED = [name for name in SETTINGS if name not in IGNORED_SETTINGS]
 FIRST = ("strategy", "workers", "threads", "model", "rule", "lr", "average")  # settings that come first if they differ
 DERIVED = ("rule", "warmup", "threads", "average")  # settings with a default that depends on others
-SHARED = ("strategy", "workers", "model", "dataset", "rule", "optimizer", "lr", "epochs", "steps", "weights", "seed")
+SHARED = (
+    *("strategy", "workers", "model", "dataset", "rule", "optimizer", "lr", "epochs", "steps"),
+    *("scored_weights", "seed"),
+)
 """Settings that are named below the table if they are the same for all runs."""
 MAX_METRICS = 4  # metrics of own code with a column
 MAX_RUNS = 40  # of a table on a terminal
@@ -127,8 +124,8 @@ def _task_of(row: Row) -> str | None:
 
 def _group(rows: list[Row], width: int, most: int | None) -> str:
     sound = [row for row in rows if row["strategy"] is not None]
-    differing = [name for name in COMPARED if len({_setting(row, name) for row in sound}) > 1]
-    ordered = sorted(differing, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
+    differ = differing([row["compared"] for row in sound])
+    ordered = sorted(differ, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
     settings = ordered[:MAX_DIFFERENCES] if len(sound) > 1 else ["strategy", "workers"]
     shown = rows[:most]
     figures = [figure for figure in FIGURES if any(row[figure.key] is not None for row in shown)]
@@ -157,7 +154,7 @@ def _group(rows: list[Row], width: int, most: int | None) -> str:
     (text, left_out), names = _named_table(columns, cells, shown, width)
     lines = [text, *_left_out(left_out, width), *_cut(rows, shown, width)]
     if len(sound) > 1:
-        same = [f"{_flag(name)} {_setting(sound[0], name)}" for name in SHARED if name not in differing]
+        same = [f"{_flag(name)} {_setting(sound[0], name)}" for name in SHARED if name not in differ]
         same = [part for part in same if not part.endswith(" -")]
         same += [f"status {_status(rows[0])}"] if same_status else []
         lines += [fold(printable(f"same for all: {', '.join(same)}", MAX_LETTERS), width)] if same else []
@@ -299,17 +296,12 @@ def _status(row: Row) -> str:
 
 
 def _flag(name: str) -> str:
-    return {"dataset": "data", "weights": "scored weights"}.get(name, name.replace("_", "-"))
+    return {"dataset": "data", "scored_weights": "scored weights"}.get(name, name.replace("_", "-"))
 
 
 def _setting(row: Row, name: str) -> str:
-    """Return a setting as a cell; of an automatic rule also the rule that it chose."""
-    value = row[name]
-    if name == "rule" and value in AUTOMATIC and row["rule_applied"]:
-        return f"{value}: {row['rule_applied']}"
-    if value is None:
-        return "-"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    """Return a setting, as it was applied, as a cell. Runs in one table share their data, whose own name is known."""
+    return str(row["dataset"]) if name == "dataset" else setting_text((row["compared"] or {}).get(name))
 
 
 def _short_rule(row: Row, rows: list[Row]) -> str:
