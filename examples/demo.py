@@ -139,7 +139,7 @@ class Demo:
         if result["status"] != "finished":
             fail(f"the run {name} has the status {result['status']} instead of finished")
         pace = f"{result['updates']:,} updates, {result['train_seconds']:.1f} s"
-        progress.replace(f"{result['test_accuracy']:.1f} % test accuracy, {pace}")
+        progress.replace(f"{result['test_accuracy']:.2f} % test accuracy, {pace}")
         return result
 
     def _serve_page(self) -> None:
@@ -212,12 +212,13 @@ def noise_points(one: Result, other: Result) -> float:
 
 def difference(name: str, run: Result, alone: Result) -> str:
     """One clause: how a run's accuracy differs from that of `classic`, and why."""
-    points, noise = round(run["test_accuracy"] - alone["test_accuracy"], 1) + 0.0, noise_points(run, alone)
+    shown, other = (round(one["test_accuracy"], 2) for one in (run, alone))  # the difference agrees with the table
+    points, noise = round(shown - other, 2) + 0.0, noise_points(run, alone)
     if abs(points) <= noise:
-        accuracy = f"is level with classic ({points:+.1f} points; up to {noise:.1f} can be chance)"
+        accuracy = f"is level with classic ({points:+.2f} points; up to {noise:.2f} can be chance)"
     else:
         side = "above" if points > 0 else "below"
-        accuracy = f"is {abs(points):.1f} points {side} classic (up to {noise:.1f} can be chance)"
+        accuracy = f"is {abs(points):.2f} points {side} classic (up to {noise:.2f} can be chance)"
     updates, stale = run["updates"] / alone["updates"], run["staleness"]["mean"]
     if updates < 0.9:
         alike = math.isclose(run["samples"], alone["samples"], rel_tol=0.01) and run["lr"] == alone["lr"]

@@ -20,7 +20,7 @@ from paceline.system.terminal import fold, printable
 
 MAX_DIFFERENCES = 8  # settings with a column; the others are listed below the table
 FIRST = ("strategy", "workers", "threads", "model", "rule", "lr", "average")  # settings that come first if they differ
-DERIVED = ("rule", "warmup", "threads", "average")  # settings with a default that depends on others
+DERIVED = ("rule", "warmup", "threads", "average", "scored_weights")  # settings with a default that depends on others
 SHARED = (
     *("strategy", "workers", "model", "dataset", "rule", "optimizer", "lr", "epochs", "steps"),
     *("scored_weights", "seed"),

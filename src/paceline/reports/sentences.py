@@ -156,9 +156,11 @@ def _reported(result: dict[str, Any]) -> list[str]:
         values = [row[name] for row in result["reported"].values() if name in row]
         finite = [value for value in values if value is not None]
         spread = ""
+        text = _measured(one.value)
         if len({_measured(value) for value in values}) > 1 and finite:
-            spread = f" ({len(values)} workers: {_measured(min(finite))} to {_measured(max(finite))})"
-        by_worker.setdefault(one.worker, []).append(f"{name} {_measured(one.value)}{spread}")
+            least, most, *held = _alike([min(finite), max(finite), *([one.value] if one.value is not None else [])])
+            spread, text = f" ({len(values)} workers: {least} to {most})", held[0] if held else text
+        by_worker.setdefault(one.worker, []).append(f"{name} {text}{spread}")
     return [f"reported by worker {worker}: {', '.join(texts)}" for worker, texts in sorted(by_worker.items())]
 
 
@@ -176,6 +178,19 @@ def _choice(result: dict[str, Any]) -> str:
 
 def _measured(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
+
+
+def _alike(values: Sequence[float]) -> list[str]:
+    """Return the values to four digits, with as many decimals for all as one of them needs.
+
+    >>> _alike([91.0, 91.33]), _alike([1e-7, 3.0])
+    (['91.00', '91.33'], ['1e-07', '3'])
+    """
+    texts = [_measured(value) for value in values]
+    if any("e" in text for text in texts):
+        return texts
+    decimals = max(len(text.partition(".")[2]) for text in texts)
+    return [f"{float(text):.{decimals}f}" for text in texts]
 
 
 def _shares(shares: Sequence[Mapping[str, float]]) -> str:

@@ -104,24 +104,30 @@ function isLoss(name) {
 }
 
 // Return what runs of one data set are ranked by: {value(run), lowest, text(run), part}; null if they share no figure.
-// Validation data comes first if all have some. Own loops are ranked by what they report.
+// Validation data comes first if all have some. A regression has losses only. Own loops are ranked by what they report.
 function rankingOf(runs) {
   const ended = runs.filter((run) => !FAILED.includes(run.status));
-  const scored = ended.filter((run) => known(run.figures.test_accuracy));
+  const what = scoreOf(ended);
+  const scored = ended.filter((run) => known(run.figures[`test_${what}`]));
   for (const part of ["validation", "test"]) {
-    const kind = comparable(scored, `${part}_accuracy`);
-    const name = `${kind}_${part}_accuracy`;
+    const kind = comparable(scored, `${part}_${what}`);
+    const name = `${kind}_${part}_${what}`;
     if (!scored.length || !kind || !scored.every((run) => known(run.figures[name]))) continue;
     const shared = scored.some((run) => run.figures.weights && run.figures.weights !== kind) ? ", the ones that all runs were scored with" : "";
-    const text = (run) => `${KINDS.percent(run.figures[name])} ${part} accuracy (${kind} weights${shared})`;
-    return { value: (run) => run.figures[name], text, part, lowest: false };
+    const figure = (run) => (what === "loss" ? `${part} loss ${run.figures[name].toFixed(4)}` : `${KINDS.percent(run.figures[name])} ${part} accuracy`);
+    return { value: (run) => run.figures[name], text: (run) => `${figure(run)} (${kind} weights${shared})`, part, lowest: what === "loss" };
   }
   if (scored.length) return null;
   const names = Object.keys(ended[0]?.figures.metrics || {}).filter((name) => ended.every((run) => known(run.figures.metrics[name])));
   const name = names.find((one) => /acc|f1|auc|bleu|score/i.test(one)) || names.find(isLoss);
   if (!name) return null;
   const value = (run) => run.figures.metrics[name];
-  return { value, text: (run) => `${name} ${digits(value(run), 4)}, as reported`, part: null, lowest: !/acc|f1|auc|bleu|score/i.test(name) };
+  return { value, text: (run) => `${name} ${digits(value(run), 4)} (as reported)`, part: null, lowest: !/acc|f1|auc|bleu|score/i.test(name) };
+}
+
+// Return what is scored on the test data of these runs: the accuracy, or the loss if there is none.
+function scoreOf(runs) {
+  return !runs.some((run) => known(run.figures.test_accuracy)) && runs.some((run) => known(run.figures.test_loss)) ? "loss" : "accuracy";
 }
 
 // Return all runs of one data set, from the best to the worst and then the others.

@@ -8,9 +8,11 @@ function lossSpec(run, axis, x, marks) {
   const series = [];
   const legend = [];
   if (course.t.length) {
-    const band = course.count.some((count) => count > 1);
+    const several = (values) => values.map((value, place) => (course.count[place] > 1 ? value : null)); // pushes
+    const [low, high] = [several(course.low), several(course.high)];
+    const band = stretchesOf(low, high).length > 0;
     series.push({ name: "train, as pushed", x: course[axis], y: even, colour: "var(--c0)", dots: 0,
-      low: band ? course.low : null, high: band ? course.high : null, inside: spread(course.loss) });
+      low: band ? low : null, high: band ? high : null });
     legend.push(["train, as pushed, smoothed", stroke("var(--c0)")]);
     if (band) legend.push(["least to greatest", "background:var(--c0);opacity:.25"]);
   }
@@ -34,12 +36,6 @@ function logScale(all) {
   const values = all.filter(known);
   const [low, high] = [Math.min(...values), Math.max(...values)];
   return { log: low > 0 && high / low >= MIN_LOG_RATIO, scales: low > 0, zero: low < 0.6 * high };
-}
-
-// Drop the rarest extremes, which would flatten the rest.
-function spread(values) {
-  const sorted = values.filter(known).sort((a, b) => a - b);
-  return sorted.length ? [sorted[Math.floor(0.02 * sorted.length)], sorted[Math.ceil(0.98 * sorted.length) - 1]] : [];
 }
 
 // Return key, name and colour of each line of scores: those of the scored weights, and of the live ones if they are others.

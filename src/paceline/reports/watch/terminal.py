@@ -155,7 +155,7 @@ def other_runs(run_snapshots: Sequence[RunSnapshot], shown: RunSnapshot, width: 
         if status is not shown.status:
             share = f"{100 * status.fraction:3.0f} %" if status.fraction is not None else "    -"
             accuracy = status.test_accuracy if status.test_accuracy is not None else status.validation_accuracy
-            scored = f"  {accuracy:.1f} % {SHORT[status.weights]}" if accuracy is not None else ""
+            scored = f"  {accuracy:.2f} % {SHORT[status.weights]}" if accuracy is not None else ""
             text = f"{share}  {status.status:<10} {status.run}{scored}"
             lines.append(StyledLine(_shorten(printable(text, MAX_LETTERS), width), COLORS.get(status.status, "")))
     return lines
