@@ -51,7 +51,7 @@ function capOf(series) {
   return calm.length && calm.length < series.length ? MAX_ABOVE * greatest(calm.flatMap((one) => one.y)) : Infinity;
 }
 
-const ALIKE = new Set(["workers", "threads", "seed", "batch_size", "lr", "shard_weights", "max_workers"]);
+const ALIKE = new Set(["workers", "threads", "warmup", "seed", "batch_size", "lr", "shard_weights", "max_workers"]);
 
 // Samples per second by number of workers; one line per combination of the other settings.
 function scalingSpec(runs) {

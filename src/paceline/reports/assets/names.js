@@ -57,7 +57,7 @@ function differences(runs) {
 
 // Settings worth a column, the first first. Any other one is if neither strategy nor data decide it; the last ones come last.
 const TELLING = ["dataset", "strategy", "workers", "optimizer", "lr", "momentum", "batch_size"];
-const LAST = ["model", "split", "validation", "path", "eval_every", "faults", "scored_weights"];
+const LAST = ["model", "warmup", "split", "validation", "path", "eval_every", "faults", "scored_weights"];
 
 // Return the differing settings that tell the runs apart, the most telling first.
 function tellingSettings(runs, names) {

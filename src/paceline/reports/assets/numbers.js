@@ -44,7 +44,8 @@ function exponent(value, count) {
 
 // Return the label of a tick: it fits beside the axis whatever the range.
 function tickText(value) {
-  return Math.abs(value) >= 1e4 ? exponent(value, 3) : digits(value, 4);
+  const size = Math.abs(value);
+  return size >= 1e4 || (size > 0 && size < 1e-3) ? exponent(value, 3) : digits(value, 4);
 }
 
 const SIZES = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];

@@ -199,9 +199,17 @@ function chosenOf(runs) {
 
 function settingColumn(name, runs) {
   const value = (row) => settingOf(row.run, name);
+  const cell = name === "rule" ? shortRule(runs) : settingText;
   return { name: `set-${name}`, title: flagOf(name), help: facts.help[name],
     number: runs.every((run) => known(settingOf(run, name)) || (settingOf(run, name) ?? null) === null),
-    value: (row) => (known(value(row)) ? value(row) : settingText(value(row))), cell: (row) => settingText(value(row)) };
+    value: (row) => (known(value(row)) ? value(row) : settingText(value(row))), cell: (row) => cell(value(row)) };
+}
+
+// Return how to write a rule in a cell: without what is in parentheses, unless runs differ in nothing else.
+function shortRule(runs) {
+  const short = (value) => settingText(value).split(" (")[0];
+  const count = (write) => new Set(runs.map((run) => write(settingOf(run, "rule")))).size;
+  return count(short) === count(settingText) ? short : settingText;
 }
 
 // Return a column for each kind of weights.

@@ -2,15 +2,18 @@
 
 const MARKED = ["a worker lost, a fault or a resume", "background:repeating-linear-gradient(0deg,var(--away) 0 2px,transparent 2px 5px);width:2px"];
 
+const BAND_PUSHES = 4; // of a span whose least and greatest loss say something
+const BAND_SHARE = 0.75; // of the spans that need so many: fewer would be slivers
+
 function lossSpec(run, axis, x, marks) {
   const { course, scores } = run;
   const even = smooth(course.loss, course.count);
   const series = [];
   const legend = [];
   if (course.t.length) {
-    const several = (values) => values.map((value, place) => (course.count[place] > 1 ? value : null)); // pushes
+    const several = (values) => values.map((value, place) => (course.count[place] >= BAND_PUSHES ? value : null));
     const [low, high] = [several(course.low), several(course.high)];
-    const band = stretchesOf(low, high).length > 0;
+    const band = low.filter(known).length >= BAND_SHARE * low.length && stretchesOf(low, high).length > 0;
     series.push({ name: "train, as pushed", x: course[axis], y: even, colour: "var(--c0)", dots: 0,
       low: band ? low : null, high: band ? high : null });
     legend.push(["train, as pushed, smoothed", stroke("var(--c0)")]);
