@@ -184,7 +184,17 @@ def test_an_exploded_loss_has_few_short_labels_and_begins_where_it_began(tmp_pat
 
 @needs_chromium
 def test_a_narrow_logarithmic_axis_has_three_labels_at_least(tmp_path: Path) -> None:
-    ranges = [(0.2, 1.2), (0.21, 1.2), (0.02, 3.0), (0.5, 2.1), (0.9, 1.1), (1e-6, 2.0), (3.0, 29.0), (1.0, 1e20)]
+    ranges = [
+        (0.2, 1.2),
+        (0.21, 1.2),
+        (0.02, 3.0),
+        (0.5, 2.1),
+        (0.9, 1.1),
+        (1e-6, 2.0),
+        (3.0, 29.0),
+        (1.0, 1e20),
+        (0.21, 2.3),
+    ]
     numbers = (files("paceline.reports") / "assets/numbers.js").read_text(encoding="utf-8")
     with Browser(tmp_path / "profile") as browser:
         for count in (5, 6, 9):
@@ -192,6 +202,8 @@ def test_a_narrow_logarithmic_axis_has_three_labels_at_least(tmp_path: Path) -> 
             marks = browser.evaluate(f"(() => {{ {numbers}; return {asked} }})()")
             for (low, high), found in zip(ranges, marks, strict=True):
                 assert 3 <= len(found) <= count + 1 and low * 0.99 <= found[0] < found[-1] <= high * 1.01, (low, found)
+                third = (high / low) ** 0.34
+                assert (found[0] <= low * third and found[-1] >= high / third) or count == 5, (low, found)
 
 
 @needs_chromium

@@ -126,17 +126,20 @@ function ticks(low, high, count) {
 const FEW_TICKS = 3; // fewer labels do not tell a logarithmic axis
 const IN_DECADE = [[1, 2, 5], [1, 3], [1, 2, 3, 5, 7]];
 
-// Return at most `count` round numbers of a logarithmic axis, FEW_TICKS at least: some of each decade, every so many
-// decades or, if the axis is a part of one decade, at equal distances.
+// Return at most `count` round numbers of a logarithmic axis, FEW_TICKS at least, and one in the lowest
+// and in the highest third if possible: some of each decade, every so many decades or, in a part of one decade, at
+// equal distances.
 function logTicks(low, high, count) {
   const [first, last] = [Math.floor(Math.log10(low)), Math.log10(high)];
   const powers = Array.from({ length: Math.max(1, Math.floor(last) - first + 1) }, (_, place) => first + place);
   const within = (value) => value >= low * 0.999 && value <= high * 1.001;
   const round = (value) => Number(value.toPrecision(12));
-  for (const digitsOf of powers.length > count ? [] : IN_DECADE) {
-    const fine = powers.flatMap((power) => digitsOf.map((one) => round(one * 10 ** power))).filter(within);
-    if (fine.length >= FEW_TICKS && fine.length <= count) return fine;
-  }
+  const finer = (powers.length > count ? [] : IN_DECADE)
+    .map((those) => powers.flatMap((power) => those.map((one) => round(one * 10 ** power))).filter(within))
+    .filter((marks) => marks.length >= FEW_TICKS && marks.length <= count);
+  const third = Math.cbrt(high / low);
+  const spread = finer.find((marks) => marks[0] / low <= third && high / marks.at(-1) <= third) || finer[0];
+  if (spread) return spread;
   const whole = powers.map((power) => round(10 ** power)).filter(within);
   const step = Math.ceil(whole.length / count);
   const coarse = whole.filter((value) => Math.round(Math.log10(value)) % step === 0);
