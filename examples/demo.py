@@ -33,6 +33,7 @@ dataset = "fashion-mnist-sample"
 model = "lenet5"
 epochs = {epochs}
 average = "on"
+warmup = 0.1  # rule auto warms up by default, so the others do too
 threads = 1  # of each worker, so that 'classic' too computes on one core
 """
 FAULTS = """[[fault]]
@@ -227,10 +228,17 @@ def difference(name: str, run: Result, alone: Result) -> str:
         cause += " (--scale-lr auto would make longer ones)" * (alike and points < -noise)
     elif stale >= 0.1:
         rule = run["rule_applied"].split()[0]
-        cause = f"with as many updates, from gradients {stale:.1f} updates old on average (rule {rule})"
+        corrected = "" if rule.startswith("plain") else f", for which rule {rule} corrects"
+        cause = f"with as many updates, from gradients {stale:.1f} updates old on average{corrected}"
     else:
         cause = "with as many updates and no stale gradient"
     return f"{name} {accuracy} {cause}"
+
+
+def computing(run: Result) -> float:
+    """The share of the training time in which an average worker computed."""
+    shares = [worker["computing"] for worker in run["utilisation"]]
+    return sum(shares) / len(shares)
 
 
 def verdict(results: Mapping[str, Result]) -> list[str]:
@@ -242,7 +250,11 @@ def verdict(results: Mapping[str, Result]) -> list[str]:
         times = "the times say nothing, since they differ by more than the workers explain: the machine was busy"
     else:
         took = ", ".join(f"{share:.0%}" for share in shares.values())
+        computed = ", ".join(f"{computing(run):.0%}" for run in others.values())
         times = f"they took {took} of the training time of classic, measured once"
+        if min(shares.values()) > 0.9:
+            rest = "exchanged or waited for the rest, which steps as short as these do not make up for"
+            times += f", because their workers computed {computed} of it and {rest}"
     return [*(f"{difference(name, run, alone)};" for name, run in others.items()), f"{times}."]
 
 

@@ -17,6 +17,7 @@ def result(accuracy: float, updates: int, stale: float = 0.0, seconds: float = 2
         "updates": updates,
         "samples": 36000,
         "lr": 0.005,
+        "utilisation": [{"computing": 0.4}, {"computing": 0.6}],
     }
     return {**made, "train_seconds": seconds, "staleness": {"mean": stale}, "rule_applied": "plain", **others}
 
@@ -47,7 +48,7 @@ def test_other_samples_or_another_lr_are_not_called_the_same() -> None:
 
 def test_staleness_is_named_where_there_is_some() -> None:
     stale = said_of(result(85.1, 1128, 0.99, rule_applied="foresight (step limited) (averaged)"))
-    assert "with as many updates, from gradients 1.0 updates old on average (rule foresight)" in stale
+    assert "with as many updates, from gradients 1.0 updates old on average, for which rule foresight corrects" in stale
     assert "no stale gradient" in said_of(result(85.1, 1128))
 
 
@@ -66,6 +67,10 @@ def test_noise_shrinks_with_the_test_images() -> None:
 def test_times_that_workers_cannot_explain_are_not_reported() -> None:
     assert said_of(result(85.0, 1128, seconds=1.2)).endswith(
         "they took 60% of the training time of classic, measured once."
+    )
+    slower = said_of(result(85.0, 1128, seconds=2.4))
+    assert (
+        "took 120% of the training time of classic, measured once, because their workers computed 50% of it" in slower
     )
     busy = said_of(result(85.0, 1128, seconds=0.3))
     assert "15%" not in busy and busy.endswith("the machine was busy.")
