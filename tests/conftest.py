@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +28,15 @@ def own_key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Sign run folders with a key of these tests, not of the user who runs them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_columns() -> Iterator[None]:
+    """Forget the COLUMNS that pytest's import of readline sets for child processes: lines would be folded to them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COLUMNS", raising=False)
+        os.unsetenv("COLUMNS")  # readline sets it past os.environ
         yield
 
 

@@ -24,7 +24,7 @@ PROGRAMS = HERE / "programs"
 SECONDS = 120
 HARMLESS = ("one-ends", "one-breaks", "no-finish", "no-loader")
 """Loops that end the run well; that one worker left before the others, or that all train on all data, is said."""
-SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "COLUMNS": "100", "CUDA_VISIBLE_DEVICES": ""}
+SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "COLUMNS": "1000", "CUDA_VISIBLE_DEVICES": ""}
 PROGRESS = re.compile(r" *(\d+ %  )?update \d+  ")
 Mistake = tuple[str, str]  # a command and the answer to it
 
@@ -51,7 +51,7 @@ REAL = [mistake for mistake in MISTAKES if not is_quick(mistake)]
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return the settings that make answers the same on every machine: no data set is found, no GPU, few columns."""
+    """Return the settings that make answers the same on every machine: no data set is found, no GPU, no folded line."""
     empty = str(folder / "empty")
     return {**SETTINGS, "XDG_CACHE_HOME": empty, "PACELINE_SYSTEM_DATA": empty, "XDG_CONFIG_HOME": empty}
 

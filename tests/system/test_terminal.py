@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cli.main import VERBS, main
+from paceline.data.datasets import SAMPLE
 from paceline.reports import console as console_module
 from paceline.reports.console import Console
 from paceline.system.terminal import can_redraw, fold_for, fold_help, printable, terminal_width
@@ -67,13 +68,34 @@ def test_any_help_fits_and_loses_no_word(lines: list[tuple[str, str, str]], widt
     assert folded.replace(" \\\n", " ").split() == text.split()
 
 
-def test_only_a_terminal_gets_folded_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "30")
-    text = "a sentence of so many words that it cannot stand on one line"
+def test_lines_are_folded_for_a_terminal_or_for_columns_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "a sentence of so many words that it cannot stand on one line, neither here nor on most terminals there are"
+    monkeypatch.delenv("COLUMNS", raising=False)
     assert fold_for(io.StringIO(), [text]) == text
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
-    assert all(len(line) <= 30 for line in fold_for(terminal, [text]).split("\n"))
+    assert all(len(line) <= 80 for line in fold_for(terminal, [text]).split("\n"))
+    monkeypatch.setenv("COLUMNS", "30")
+    for stream in (terminal, io.StringIO()):
+        assert all(len(line) <= 30 for line in fold_for(stream, [text]).split("\n"))
+
+
+def test_the_closing_lines_and_doctor_fit_in_the_columns_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.chdir(tmp_path)  # whose name is long
+    flags = ["--strategy", "classic", "--epochs", "0.02", "--train-score", "100"]
+    assert main(["train", "--dataset", SAMPLE, *flags, "--name", "r"]) == 0
+    closing = capsys.readouterr().out
+    assert "Test accuracy by class" in closing and max(map(len, closing.splitlines())) <= 60
+    main(["doctor"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
+
+
+def test_only_a_terminal_that_is_not_dumb_can_be_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "dumb")
     assert not can_redraw(terminal)
     monkeypatch.setenv("TERM", "xterm")

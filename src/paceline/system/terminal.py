@@ -27,8 +27,13 @@ def terminal_width(stream: TextIO | None = None) -> int:
 
 
 def table_width() -> int:
-    """Return the width for a table on standard output; unlimited if the output is not a terminal."""
-    return terminal_width() if sys.stdout.isatty() or os.environ.get("COLUMNS") else UNLIMITED_WIDTH
+    """Return the width for a table on standard output."""
+    return _width_to_fit(sys.stdout)
+
+
+def _width_to_fit(stream: TextIO) -> int:
+    """Return the columns that lines have to fit in: unlimited in a file or a pipe, unless COLUMNS is set."""
+    return terminal_width(stream) if stream.isatty() or os.environ.get("COLUMNS") else UNLIMITED_WIDTH
 
 
 def counted(number: int, what: str) -> str:
@@ -94,10 +99,8 @@ def fold(text: str, width: int, indent: str = "") -> str:
 
 
 def fold_for(stream: TextIO, lines: list[str]) -> str:
-    """Join lines, wrapped to the width of the terminal; unchanged if the stream is not a terminal."""
-    if not stream.isatty():
-        return "\n".join(lines)
-    width = terminal_width(stream)
+    """Join lines, wrapped to the width of the terminal or to COLUMNS; else, in a file or a pipe, unchanged."""
+    width = _width_to_fit(stream)
     return "\n".join(fold(line, width, "  ") if len(line) > width else line for line in lines)
 
 
