@@ -224,6 +224,14 @@ def test_a_folder_that_is_no_run(verb: str, tmp_path: Path, capsys: pytest.Captu
     assert "runs/nothing is not a run folder: it does not exist" in complaint(capsys)
 
 
+def test_a_replay_in_another_folder_needs_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--strategy", "classic", "--steps", "2", "--score", "none", "--name", "r"]
+    assert main(["train", *SAMPLE, *flags]) == 0
+    capsys.readouterr()
+    assert main(["replay", "runs/r", "--in", "."]) == 2
+    assert "--in . is for a script of 'paceline run', and runs/r has none: leave it out" in complaint(capsys)
+
+
 def test_a_script_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-n", "2", "nothing.py"]) == 2
     assert "script nothing.py does not exist" in complaint(capsys)

@@ -51,6 +51,27 @@ def test_a_script_replays_identically_from_another_folder_and_leaves_the_run_as_
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "runs/it").iterdir()} == before
 
 
+SAVES = """
+    if session.is_main:
+        with open("best.txt", "w") as file:
+            file.write(sys.argv[1])
+"""
+
+
+def test_a_replay_says_that_the_script_writes_again_and_can_do_it_elsewhere(tmp_path: Path) -> None:
+    with start(tmp_path, "-n", "2", "--epochs", "1", source=LOOP + SAVES, pause="0") as command:
+        assert command.finish() == 0, command.err
+    kept, again = tmp_path / "best.txt", tmp_path / "again"
+    kept.write_text("of a later run")
+    again.mkdir()
+    code, out, err = replay(tmp_path, "--in", "again")
+    assert code == 0 and "identical to the run" in out and kept.read_text() == "of a later run", err
+    assert (again / "best.txt").read_text() == "0" and f"replay runs loop.py again in {again}: it writes there" in err
+    code, _, err = replay(tmp_path)
+    assert code == 0 and kept.read_text() == "0"
+    assert err.startswith(f"replay runs loop.py again in {tmp_path}: it overwrites the files that it writes"), err
+
+
 def test_a_script_whose_worker_was_killed_replays_identically_and_until_an_update(tmp_path: Path) -> None:
     with start(tmp_path, "-n", "3", "--epochs", "3", pause="0.001") as command:
         wait_for_records(tmp_path / "runs/it", 60)

@@ -195,11 +195,22 @@ def _resume(parsed: argparse.Namespace, console: Console) -> tuple[RunFolder, di
     return resume(Path(parsed.run), console, upkeep, rank)
 
 
+REPLAY_DESCRIPTION = """Compute a run again from its log, and compare weights and losses bit by bit.
+
+A script of 'paceline run' runs again: it overwrites the files that it writes and repeats its uploads. With
+--in DIR it runs in another folder, so that its relative paths lead there.
+
+  paceline replay runs/NAME
+  paceline replay runs/NAME --in DIR"""
+
+
 def replay_verb(arguments: list[str]) -> int:
-    parser = Parser("replay", "Compute a run again from its log, and compare weights and losses bit by bit.")
+    parser = Parser("replay", REPLAY_DESCRIPTION, "paceline replay RUN [flags]")
     parser.add("run", "a run folder, as in runs/NAME, or the URL of a copy in a store", metavar="RUN")
     parser.add("--until", "stop after update N and save its weights", type=int, metavar="N")
     parser.add("--output", "file for the weights of --until [RUN/replay-N.safetensors]", metavar="FILE")
+    inside = "run the script in this folder [the one in which the run was started]"
+    parser.add("--in", inside, dest="inside", metavar="DIR")
     add_trust(parser)
     parser.add("--json", "print the comparison as JSON", action="store_true")
     parsed = parser.parse_strictly(arguments)
@@ -210,6 +221,7 @@ def replay_verb(arguments: list[str]) -> int:
     with Console() as console, run_to_read(parsed.run, console) as parsed.run:
         require_trust(parsed, parsed.run)
         output = Path(parsed.output) if parsed.output is not None else None
-        outcome = replay(Path(parsed.run), console, parsed.until, output)
+        inside = Path(parsed.inside) if parsed.inside is not None else None
+        outcome = replay(Path(parsed.run), console, parsed.until, output, inside)
     print(to_json(outcome, indent=2) if parsed.json else fold_for(sys.stdout, describe(outcome)))
     return 0 if outcome["identical"] is not False and not outcome["damaged"] else 1

@@ -121,6 +121,10 @@ class ScriptCall:
             raise UserError(f"script {call.path} of this run no longer exists: restore it to replay the run")
         return call
 
+    def inside(self, folder: Path) -> ScriptCall:
+        """Return the same call in another folder, to which the script's relative paths then lead."""
+        return ScriptCall([str(self.path), *self.command[1:]], str(folder.resolve()), self.sha256)
+
     @property
     def changed(self) -> bool:
         """Whether the script's file has changed since the run."""

@@ -15,13 +15,25 @@ from paceline.runs.recording import Recording, ScriptCall, open_recording
 from paceline.settings.strategies import in_this_process, on_ring
 
 
-def replay(path: Path, console: Console, until: int | None = None, output: Path | None = None) -> dict[str, Any]:
-    """Replay the whole log, or up to update `until` and save its weights to `output`; return JSON values."""
+def replay(
+    path: Path, console: Console, until: int | None = None, output: Path | None = None, inside: Path | None = None
+) -> dict[str, Any]:
+    """Replay the whole log, or up to update `until` and save its weights to `output`; return JSON values.
+
+    A script runs again in its folder, or `inside` another one.
+    """
     recording = open_recording(path, until, output)
+    if inside is not None and not is_script(recording.config):
+        raise UserError(f"--in {inside} is for a script of 'paceline run', and {path} has none: leave it out")
+    if inside is not None and not inside.is_dir():
+        raise UserError(f"--in {inside}: there is no such folder: create it first")
     for note in recording.notes():
         console.note(note)
-    make = _replay_script if is_script(recording.config) else _replay_here
-    return {**make(recording, console), "damaged": weights_problem(recording.folder, recording.result or {})}
+    if is_script(recording.config):
+        outcome = _replay_script(recording, console, inside)
+    else:
+        outcome = _replay_here(recording, console)
+    return {**outcome, "damaged": weights_problem(recording.folder, recording.result or {})}
 
 
 def _replay_here(recording: Recording, console: Console) -> dict[str, Any]:
@@ -58,13 +70,19 @@ def _replay_here(recording: Recording, console: Console) -> dict[str, Any]:
     return compare(again, recording, task, console.report)
 
 
-def _replay_script(recording: Recording, console: Console) -> dict[str, Any]:
+def _replay_script(recording: Recording, console: Console, inside: Path | None) -> dict[str, Any]:
     """Replay by starting the user's script again with the same number of workers."""
     from paceline.runtimes.scripts.replay import replay_script
 
     call = ScriptCall.load(recording.folder)
     if call.changed:
         console.note(f"script {call.path} was changed since the run: the replay may differ")
+    if inside is None:
+        does = "overwrites the files that it writes and repeats its uploads; --in DIR runs it in another folder"
+    else:
+        call = call.inside(inside)
+        does = "writes there by its relative paths; it overwrites other files and repeats its uploads"
+    console.note(f"replay runs {call.path.name} again in {call.cwd}: it {does}")
     return replay_script(recording, call, console.report)
 
 

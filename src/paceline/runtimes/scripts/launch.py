@@ -85,10 +85,12 @@ def _output_of(config: RunConfig, console: Console) -> Iterator[WorkerOutput | N
 
 
 def script_to_resume(folder: RunFolder, config: RunConfig, note: Callable[[str], None]) -> ScriptCall:
-    """The script of a run that goes on; a line says so if it has changed."""
+    """The script of a run that goes on; lines say that it begins at its top, and whether it has changed."""
     if config.recovery == "skip-batch":
         require_feature(config, Feature.SKIP_BATCH, "--recovery skip-batch")
     call = ScriptCall.load(folder)
     if call.changed:
         note(f"{call.path} has changed since the run began: it goes on with the script as it is now")
+    what = "it writes again what it writes before and between the passes that are finished"
+    note(f"{call.path.name} starts again from its top, in {call.cwd}: {what}")
     return call
