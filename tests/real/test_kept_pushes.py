@@ -54,3 +54,16 @@ def test_a_server_of_a_script_is_started_again_without_a_lost_push(tmp_path: Pat
         assert "going on from its newest checkpoint and its log (restart 1 of 1)" in command.err
     result = result_of(tmp_path / "runs/it")
     assert (result["resumes"], result["lost_pushes"], result["weights_sha256"]) == (1, 0, expected)
+
+
+def test_without_it_a_resume_goes_back_and_names_the_flag_that_was_missing(tmp_path: Path) -> None:
+    flags = [flag for flag in FLAGS if flag != "--durable"]
+    with Command(*flags, "--delay", "5ms", str(SCRIPT), cwd=tmp_path) as command:
+        wait_for_records(tmp_path / "runs/it", 50)
+        os.kill(command.forked()[0], signal.SIGKILL)
+        assert command.finish() == 1 and "(--durable keeps them)" in command.err, command.err
+    resumed = run("resume", "runs/it", cwd=tmp_path)
+    assert resumed.process.returncode == 0, resumed.err
+    assert "are lost (only 'paceline run --durable' keeps the pushes of a script)" in resumed.err
+    assert "--recovery" not in resumed.err and "starts again from its top" in resumed.err
+    assert result_of(tmp_path / "runs/it")["lost_pushes"] > 10

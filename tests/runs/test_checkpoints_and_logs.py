@@ -126,6 +126,25 @@ def test_rebuilding_cuts_a_torn_record_off_and_says_so(record: Record) -> None:
     assert any("torn record" in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("recovery", "why"),
+    [
+        ("log", "only 'paceline run --durable' keeps the pushes of a script"),
+        ("checkpoint", "--recovery checkpoint"),
+    ],
+)
+def test_lost_pushes_name_the_flag_that_was_given_or_the_one_that_keeps_them(
+    record: Record, recovery: str, why: str
+) -> None:
+    run, notes = recorded(record), []
+    config = dataclasses.replace(run.config, recovery=recovery)
+    newest = newest_checkpoint(run.folder.checkpoints)[0]
+    rebuilt = rebuild(run.new_server(), None, run.task, config, run.folder, lambda row: notes.append(row["text"]))
+    lost = rebuilt.resume.lost
+    assert newest is not None and lost > 1
+    assert notes == [f"continuing from checkpoint {newest.version}: {lost} acknowledged pushes since are lost ({why})"]
+
+
 def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 

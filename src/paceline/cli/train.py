@@ -163,7 +163,7 @@ def run_verb(arguments: list[str]) -> int:
 
 
 def resume_verb(arguments: list[str]) -> int:
-    what = "Continue a run that was stopped or killed; no acknowledged push is lost."
+    what = "Continue a run that was stopped or killed. No acknowledged push is lost (of a script only with --durable)."
     parser = Parser("resume", what, "paceline resume RUN [flags]")
     parser.add("run", "a run folder, as in runs/NAME, or the URL of a copy, as in s3://BUCKET/runs/NAME", metavar="RUN")
     _add_places(parser, basic=True)

@@ -25,12 +25,13 @@ from paceline.runs.arrival_log import RECORD_BYTES, LogContents, Record, next_in
 from paceline.runs.checkpoint import Checkpoint, log_offsets, newest_checkpoint, restore, set_aside
 from paceline.runs.durable_files import BackgroundWriter, SegmentWriter, read_segment, segments
 from paceline.runs.folder import RunFolder
-from paceline.runs.replay import MakePushSource, Replay, ReplayThreads
+from paceline.runs.replay import MakePushSource, PushSource, Replay, ReplayThreads
 from paceline.runs.result import NamedTensors
 from paceline.runs.snapshots import drop_best_after, drop_snapshots_after, snapshots_of
 from paceline.settings.features import Feature
 from paceline.settings.strategies import keeps_own, on_ring, require_feature
 from paceline.system.strict_json import from_json, to_json
+from paceline.system.terminal import counted
 
 SEGMENT_NAME = "pushes"  # of the files that hold the values of a script's pushes
 MAX_FACTS = 4096  # bytes of a push's fields in front of its tensors
@@ -176,7 +177,7 @@ def kept_pushes(config: RunConfig, folder: RunFolder, report: Report) -> KeptPus
 
 def rebuild(
     server: Server,
-    make_worker: MakePushSource,
+    make_worker: MakePushSource | None,
     model: NamedTensors,
     config: RunConfig,
     folder: RunFolder,
@@ -184,11 +185,12 @@ def rebuild(
 ) -> RecoveryResult:
     """Bring a fresh `server` to where the run resumes: the end of its log, or its newest checkpoint.
 
+    Without `make_worker` the pushes of a script were not kept, and nobody can compute them: it is the checkpoint.
     A torn record at the end of the log was never acknowledged and is truncated. Snapshots since the checkpoint are
     taken again, including those the crash prevented.
     """
     began = time.perf_counter()
-    skips, batch = config.recovery != "log", _batch_to_skip(config, folder, report)
+    skips, batch = config.recovery != "log" or make_worker is None, _batch_to_skip(config, folder, report)
     checkpoint = _newest_usable(config, folder, report, skips)
     log = _read_tail(config, folder, checkpoint, report, skips)
     before = torch.get_num_threads()
@@ -199,9 +201,11 @@ def rebuild(
     incarnation, _ = next_incarnation(folder.arrivals_file, config)
     if not on_ring(config):  # as the host's guard has learned from them
         server.guard = PushGuard(server.members, server.norms, server.updater, follows_log=True)
-    replay = Replay(server, make_worker, None if skips else checkpoint, ReplayThreads(config.threads or 1, before))
+    replay = Replay(
+        server, make_worker or _nobody, None if skips else checkpoint, ReplayThreads(config.threads or 1, before)
+    )
     drop_snapshots_after(folder, checkpoint.version if checkpoint is not None else -1)
-    resume = _undo(checkpoint, log, effective, report) if skips else Resume()
+    resume = _undo(config, checkpoint, log, effective, report) if skips else Resume()
     pushes = sum(record.kind == "push" for record in records)
     if pushes:
         verb = "reading" if is_script(config) else "recomputing"
@@ -284,11 +288,19 @@ def _read_tail(
     return log
 
 
-def _undo(checkpoint: Checkpoint | None, log: LogContents, effective: list[Record], report: Report) -> Resume:
+def _nobody(join: Join) -> PushSource:
+    raise AssertionError("only a script computes its pushes")
+
+
+def _undo(
+    config: RunConfig, checkpoint: Checkpoint | None, log: LogContents, effective: list[Record], report: Report
+) -> Resume:
     """Return the Resume input that undoes the records since the checkpoint; report the number of lost pushes."""
     lost = sum(_lost(record) for record in (*effective, *log.behind))
     if lost:
-        what = f"{lost} acknowledged pushes since are lost (--recovery checkpoint)"
+        asked = f"--recovery {config.recovery}" if config.recovery != "log" else None
+        why = asked or "only 'paceline run --durable' keeps the pushes of a script"
+        what = f"{counted(lost, 'acknowledged push')} since {'is' if lost == 1 else 'are'} lost ({why})"
         report({"kind": "note", "text": f"continuing from {_named(checkpoint)}: {what}"})
     return Resume(len(log.records), lost)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import selectors
 import socket
@@ -18,12 +17,10 @@ from paceline.assembly.cpu_sharing import server_threads
 from paceline.assembly.own_loop import announce_loop, loop_config, loop_server
 from paceline.config import RunConfig, from_dict
 from paceline.core.buffers import BufferSizes
-from paceline.core.messages import Join
 from paceline.core.own_loop.compression import largest_capacities
 from paceline.core.own_loop.settings import LoopLayout
 from paceline.core.own_loop.torch_optimizer import OptimizerFailed
 from paceline.core.server import Server
-from paceline.core.worker import LocalWorker
 from paceline.errors import DiskError, ProtocolError, RunFailed, UserError
 from paceline.interfaces import Layout, Report
 from paceline.runs.folder import ALL_GONE, LOOPS_ENDED, RunFolder
@@ -178,9 +175,8 @@ def host_of_loops(
     rebuilt = None
     if resume:
         kept = kept_pushes(resolved, folder, report)
-        make_source = kept.sources(first.slot.sizes) if kept is not None else _no_worker
-        recovery = resolved if kept is not None else dataclasses.replace(resolved, recovery="checkpoint")
-        rebuilt = rebuild(server, make_source, model, recovery, folder, report)
+        make_source = kept.sources(first.slot.sizes) if kept is not None else None
+        rebuilt = rebuild(server, make_source, model, resolved, folder, report)
     else:
         folder.update_config(resolved)
         announce_loop(resolved, first.facts, report)
@@ -220,10 +216,6 @@ def finish_loops(host: Host) -> dict[str, Any]:
     result = host.finish()
     host.close()
     return result
-
-
-def _no_worker(join: Join) -> LocalWorker:
-    raise AssertionError("only a script computes its pushes")
 
 
 def _gather(control: SupervisorChannel, config: RunConfig, awaited: set[int]) -> list[tuple[SharedMemoryPeer, Hello]]:
