@@ -209,8 +209,8 @@ def replay_verb(arguments: list[str]) -> int:
     parser.add("run", "a run folder, as in runs/NAME, or the URL of a copy in a store", metavar="RUN")
     parser.add("--until", "stop after update N and save its weights", type=int, metavar="N")
     parser.add("--output", "file for the weights of --until [RUN/replay-N.safetensors]", metavar="FILE")
-    inside = "run the script in this folder [the one in which the run was started]"
-    parser.add("--in", inside, dest="inside", metavar="DIR")
+    elsewhere = "run the script in this folder [the one in which the run was started]"
+    parser.add("--in", elsewhere, dest="inside", metavar="DIR")
     add_trust(parser)
     parser.add("--json", "print the comparison as JSON", action="store_true")
     parsed = parser.parse_strictly(arguments)

@@ -504,3 +504,55 @@ def test_what_only_a_process_group_needs_is_named_with_its_lines(tmp_path: Path)
         "line 18: destroy_process_group(...): leave it out",
     ]
     assert not any(line.startswith("line ") for line in refusal(tmp_path, FLAT + "loader.set_epoch(1)\n"))
+
+
+EVALUATES = """import torch
+from torch.utils.data import DataLoader
+from saving import keep
+
+model = torch.nn.Linear(2, 2)
+teacher = torch.nn.Linear(2, 2).eval()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(data)
+
+
+@torch.no_grad()
+def accuracy(net, batches):
+    return sum(net(x) for x, y in batches)
+
+
+def one_epoch(net):
+    for x, y in loader:
+        with torch.no_grad():
+            wanted = teacher(x)
+        optimizer.zero_grad()
+        loss(net(x), wanted).backward()
+        optimizer.step()
+    with torch.no_grad():
+        print(net(test_x))
+
+
+best = 0
+for epoch in range(3):
+    one_epoch(model)
+    if (found := accuracy(model, test_loader)) > best:
+        best = found
+        torch.save(model.state_dict(), "best.pt")
+accuracy(model, test_loader)
+keep(model)
+"""
+
+
+def test_files_that_all_workers_would_write_and_evaluations_on_the_way_are_named(tmp_path: Path) -> None:
+    (tmp_path / "saving.py").write_text("from torch import save\n\n\ndef keep(model):\n    save(model, 'last.pt')\n")
+    lines = refusal(tmp_path, EVALUATES)
+    how = "inside 'with session.eval_weights():', to evaluate the weights that would be saved"
+    once = "torch.save(...): only if session.is_main, because every worker runs this line"
+    assert lines[-5:] == [
+        f"line 23: evaluate {how}",
+        f"line 30: accuracy(...): {how}",
+        f"line 32: {once}",
+        f"saving.py line 5: {once}",
+        "see docs/own-code.md",
+    ]
+    assert not any("eval_weights" in line or "is_main" in line for line in refusal(tmp_path, FLAT))

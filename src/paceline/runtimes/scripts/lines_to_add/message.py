@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import UserError
-from paceline.runtimes.scripts.lines_to_add.distributed import notes_about_groups
+from paceline.runtimes.scripts.lines_to_add.calls import notes_about_calls
 from paceline.runtimes.scripts.lines_to_add.modules import SourceFile, imports_paceline, read_script, with_helpers
 from paceline.runtimes.scripts.lines_to_add.places import Place, Places, find_places, import_line, measured_before
 from paceline.runtimes.scripts.lines_to_add.roles import (
@@ -65,7 +65,8 @@ def advice(script: SourceFile, files: list[SourceFile]) -> str:
     if (clamped := weights_clamped(usage)) is not None:
         what = f"line {clamped} clamps weights by hand, which the server does not see"
         notes.append(f"{what}: clamp them in the step() of an optimizer class of your own")
-    notes += notes_about_groups(files)
+    session = _session_name(_file(usage, roles))
+    notes += notes_about_calls(usage, files, roles.models if roles is not None else [], session)
     width = max(len(line.place) for line in lines)
     table = [f"  {line.place:<{width}} + {line.code}" for line in lines]
     where = "" if (file := _file(usage, roles)) is script else f" to {os.path.relpath(file.path, script.path.parent)}"

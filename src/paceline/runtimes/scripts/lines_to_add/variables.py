@@ -154,6 +154,16 @@ class Usage:
                     return found
         return None
 
+    def means(self, scope: CodeScope, node: ast.expr, wanted: list[Variable]) -> bool:
+        """Whether an expression is one of the wanted variables, also as a parameter that one is passed to."""
+        variable = self.variable(scope, node)
+        seen, waiting = {variable}, [variable]
+        for one in waiting:
+            new = self.passed[one] - seen if one is not None and one in self.passed else set()
+            seen |= new
+            waiting += new
+        return not seen.isdisjoint(wanted)
+
     def trains(self, scope: CodeScope, node: ast.AST) -> bool:
         """Whether a statement calls `.backward()`, or a function that does."""
         return any(_is_backward(one) or self._runs(scope, one) in self.training for one in own_nodes(node))
