@@ -9,7 +9,7 @@ import pytest
 from paceline.cli.arguments import BASIC
 from paceline.cli.main import GROUPS, VERBS, main
 from paceline.config import FIELDS, SIMULATED_ONLY
-from paceline.settings.resolve import SCRIPT_DECIDES
+from paceline.settings.features import SCRIPT_DECIDES
 from paceline.settings.strategies import STRATEGIES
 
 MANY_SETTINGS = ("train", "run", "server", "simulate", "plan", "bench")

@@ -173,3 +173,14 @@ def test_loops_that_are_left_early_are_a_normal_end_and_printed_lines_are_whole(
     command = run("run", "-n", "2", "--strategy", "sync", "--json", "loop.py", "exit", cwd=tmp_path)
     assert "worker 1 left its loop at update 3, before the others" in command.err
     assert json.loads(command.out)["status"] == "finished"
+
+
+def test_a_result_says_which_settings_the_script_decided(tmp_path: Path) -> None:
+    flags = ("-n", "2", "--strategy", "sync")
+    assert run("run", *flags, str(EXAMPLES / "plain_script_joined.py"), cwd=tmp_path).process.returncode == 0
+    result = result_of(only_run(tmp_path))
+    assert {"epochs", "betas", "weight_decay", "schedule"} < set(result["decided_by_script"])
+    assert (result["epochs"], result["device"], result["lr"], result["momentum"]) == (None, None, 0.02, 0.9)
+    assert result["weights_sha256"]
+    compared = run("compare", str(only_run(tmp_path)), str(only_run(tmp_path)), cwd=tmp_path)
+    assert compared.process.returncode == 0 and "epochs" not in compared.out

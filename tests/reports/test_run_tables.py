@@ -15,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.analysis.listing import KEYS, choose, runs_in, runs_of
+from paceline.assembly.own_loop import decided_by_script
 from paceline.cli.main import main
 from paceline.config import RunConfig
 from paceline.errors import UserError
+from paceline.reports.report_data import RunReader
 from paceline.reports.run_tables import compare, run_list
 from paceline.reports.tables import Column, fit_table
 from paceline.runs.events import EventLog
@@ -214,6 +216,30 @@ def test_own_runs_show_their_names_and_what_they_reported(tmp_path: Path) -> Non
         assert "fashion-mnist" not in text and "lenet5" not in text
         assert max(map(len, text.splitlines())) <= 100
     assert "highest accuracy: high (90.5)" in compare(rows, 60)
+
+
+def test_settings_that_a_script_decides_are_not_shown_as_if_they_were_used(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 1)):
+        folder = own_run(tmp_path, name, {"accuracy": 80.5}, lr=0.1, seed=seed)
+        facts = {"settings": {"optimizer": "sgd", "lr": 0.1}, "epochs": None}
+        decided = decided_by_script(folder.config(), facts)
+        assert {"epochs", "momentum", "betas", "schedule"} < set(decided) and "lr" not in decided
+        folder.write_result({**(folder.result() or {}), "decided_by_script": decided})
+    text = compare(runs_in(tmp_path), 200)
+    assert "epochs" not in text and "lr 0.1" in text
+    reader = RunReader(folder.path)
+    reader.refresh()
+    settings = reader.digest()["settings"]
+    assert [settings[name] for name in ("epochs", "betas", "device", "optimizer")] == [None, None, None, "sgd"]
+    folder.result_file.unlink()
+    with EventLog(folder.events_file) as events:
+        events.write("run_started", 0.0, workers=2, model="Net", decided_by_script=decided)
+    assert runs_in(tmp_path)[0]["epochs"] is None
+
+
+def test_a_script_that_leaves_the_optimizer_and_the_epochs_to_the_flags_has_them(tmp_path: Path) -> None:
+    decided = decided_by_script(own_run(tmp_path, "a", {}).config(), {"settings": {}, "epochs": 2.0})
+    assert not {"epochs", "momentum", "schedule", "lr"} & set(decided)
 
 
 def test_a_metric_is_ordered_by_its_name_or_by_what_is_said_and_never_by_a_guess(tmp_path: Path) -> None:

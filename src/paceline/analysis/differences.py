@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.analysis.naming import Facts, model_name, named_settings, own_source
+from paceline.analysis.naming import Facts, model_name, own_source
 from paceline.analysis.scored_weights import kind_of
 from paceline.config import FIELDS, RunConfig
 from paceline.settings.rules import AUTOMATIC, average_in_words
@@ -17,18 +17,20 @@ IGNORED_SETTINGS = (
 """Settings that do not affect how runs compare. A task names the data."""
 
 
-def compared_settings(config: RunConfig, result: Facts | None, recorded: Facts | None = None) -> dict[str, Any]:
+def compared_settings(config: RunConfig, result: Facts | None, named: Facts) -> dict[str, Any]:
     """The settings by which a run is compared with others, as they were applied.
 
-    `recorded` has the names of an own model and data. An automatic rule has the rule that it chose, without the
+    `named` is what `named_settings` returns. An automatic rule has the rule that it chose, without the
     averaging, which is a setting of its own.
 
     >>> result = {"rule_applied": "foresight (averaged)", "weights": "averaged"}
-    >>> found = compared_settings(RunConfig(rule="auto", threads=2), result)
+    >>> from paceline.config import to_dict
+    >>> config = RunConfig(rule="auto", threads=2)
+    >>> found = compared_settings(config, result, to_dict(config))
     >>> found["rule"], found["threads"], found["scored_weights"]
     ('auto: foresight', 2, 'averaged')
     """
-    found = {name: value for name, value in named_settings(config, recorded or {}).items() if name in FIELDS}
+    found = {name: value for name, value in named.items() if name in FIELDS}
     facts = {**found, "task": config.task}
     found |= {"model": model_name(facts), "dataset": own_source(facts) or facts["dataset"]}
     found["average"] = average_in_words(config)  # auto means another thing for each strategy

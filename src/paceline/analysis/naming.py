@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.config import SCRIPT, RunConfig, to_dict
 from paceline.runs.folder import RunFolder
+from paceline.settings.features import without_value
 
 OWN_DATA = "own data"
 NO_DATA = "-"  # of a run that only simulated times
@@ -88,9 +89,14 @@ def title(facts: Facts) -> str:
 
 
 def named_settings(config: RunConfig, recorded: Facts) -> dict[str, Any]:
-    """The settings of a run, with the names of an own model and data from its result or its first event."""
+    """The settings of a run as it used them.
+
+    Its result, or its first event, has the names of an own model and data, and says which settings a script decides by
+    itself: their values in the config do not hold, and are None here.
+    """
     settings = to_dict(config)
     if config.task is not None:
+        settings |= {name: None for name in without_value(config, recorded) if name in settings}
         settings |= {name: recorded.get(name) for name in ("model", "dataset")}
     return settings
 
@@ -106,5 +112,7 @@ def _first_event(folder: RunFolder) -> dict[str, Any]:
             row = json.loads(file.read(HEAD_BYTES).partition(b"\n")[0])
     except (OSError, ValueError):
         return {}
-    names = {name: row.get(name) for name in ("model", "dataset")} if isinstance(row, dict) else {}
-    return {name: value for name, value in names.items() if isinstance(value, str)}
+    if not isinstance(row, dict):
+        return {}
+    kinds = {"model": str, "dataset": str, "decided_by_script": list}
+    return {name: row[name] for name, kind in kinds.items() if isinstance(row.get(name), kind)}

@@ -22,6 +22,7 @@ from paceline.core.schedules import Budget
 from paceline.core.server import Exchange, OptimizersServer, Server
 from paceline.errors import UserError
 from paceline.interfaces import Layout, Report, Rule, State
+from paceline.settings.features import OF_OPTIMIZER
 from paceline.settings.resolve import lr_scale, schedule_of
 from paceline.settings.rules import AUTOMATIC, check_rule, chosen
 from paceline.settings.strategies import strategy_of
@@ -32,6 +33,18 @@ Facts = Mapping[str, Any]
 def loop_config(config: RunConfig, facts: Facts) -> RunConfig:
     """The settings of a run after its script has decided its own."""
     return dataclasses.replace(config, batch_size=int(facts["batch_size"]), **facts["settings"])
+
+
+def decided_by_script(config: RunConfig, facts: Facts) -> list[str]:
+    """The settings that this script decides where the config does not see it, beside `NOT_OF_LOOPS`.
+
+    With an optimizer of its own, a script has a schedule of its own too, unless the config multiplies by another.
+    """
+    found, said = [], facts["settings"].keys()
+    if "optimizer" in said:
+        found += [name for name in OF_OPTIMIZER if name not in said]
+        found += ["schedule"] if schedule_of(config).kind == "constant" else []
+    return found + (["epochs", "epoch_mode"] if facts["epochs"] is None else [])
 
 
 def loop_budget(config: RunConfig, facts: Facts) -> Budget:

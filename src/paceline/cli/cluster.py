@@ -20,7 +20,7 @@ from paceline.config import SIMULATED_ONLY, UPKEEP, RunConfig, given
 from paceline.errors import RunFailed, UserError
 from paceline.interfaces import MAX_WORKERS
 from paceline.reports.console import Console
-from paceline.settings.resolve import SCRIPT_DECIDES
+from paceline.settings.features import SCRIPT_DECIDES
 
 if TYPE_CHECKING:
     from paceline.transports.auth import ConnectOptions

@@ -23,8 +23,8 @@ from paceline.cli.output import EXIT_CODES, show
 from paceline.config import FIELDS, SIMULATED_ONLY, UPKEEP, RunConfig, is_url
 from paceline.errors import PacelineError, RunFailed, UserError, unknown_name
 from paceline.reports.console import Console
+from paceline.settings.features import SCRIPT_DECIDES
 from paceline.settings.ranks import LAUNCHER_VARIABLES, Rank, rank_here
-from paceline.settings.resolve import SCRIPT_DECIDES
 from paceline.system.strict_json import to_json
 from paceline.system.terminal import fold_for
 

@@ -17,7 +17,7 @@ from paceline.analysis.scored_weights import by_weights, kind_of
 from paceline.analysis.status import UNDER_WAY, RunStatus, seconds_left, status_without_result, workers_of_result
 from paceline.analysis.stragglers import stragglers
 from paceline.analysis.tail import ArrivalFollower, EventFollower
-from paceline.config import RunConfig, is_simulated, max_workers_of, to_dict
+from paceline.config import RunConfig, is_simulated, max_workers_of
 from paceline.errors import UserError
 from paceline.reports.aggregates import EVALUATED, SCORES, Aggregates, number
 from paceline.reports.sentences import class_names, closing, outcome_sentence
@@ -99,7 +99,7 @@ class RunReader:
     def digest(self) -> dict[str, Any]:
         """Return the report data as JSON values."""
         status, aggregates, config = self._status or self._current_status(), self._aggregates, self._config
-        settings = to_dict(config) if config is not None else {}
+        settings = read_named_settings(self.folder, config, self._result) if config is not None else {}
         figures, going_on, classes = self._figures(status), status in UNDER_WAY, class_names(settings)
         happenings, left_out = aggregates.listed_events()
         resume_hint = self.folder.resume_hint(config) if status in ("stopped", "killed") and config else None
@@ -129,18 +129,11 @@ class RunReader:
             "happenings": happenings,
             "happenings_left_out": left_out,
             "settings": settings,
-            "compared": self._compared(),
+            "compared": compared_settings(config, self._result, settings) if config is not None else {},
             "machine": result.get("environment") or {},
             **{name: origin.get(name) for name in ("command", "made")},
             **{name: result.get(name) for name in ("git", "weights_sha256", "data_origin")},
         }
-
-    def _compared(self) -> dict[str, Any]:
-        """Return the settings by which the run is compared with others; none if they cannot be read."""
-        if self._config is None:
-            return {}
-        recorded = read_named_settings(self.folder, self._config, self._result)
-        return compared_settings(self._config, self._result, recorded)
 
     def _figures(self, status: str) -> dict[str, Any]:
         """Return the figures of the result, or those in the events so far."""

@@ -17,6 +17,7 @@ from paceline.core.server import Server
 from paceline.interfaces import Layout, Scores
 from paceline.runs.durable_files import write_atomically
 from paceline.runs.folder import LOOPS_ENDED, ONE_ENDED, TIME_IS_UP, RunFolder
+from paceline.settings.features import without_value
 from paceline.settings.resolve import OPTIMIZERS
 from paceline.settings.rules import average_horizon, average_in_words
 from paceline.settings.strategies import moves_bytes, strategy_of
@@ -214,7 +215,8 @@ def make_result(
     }
     for rows in more:
         result |= rows
-    return {**result, "environment": environment()}
+    unknown = {name: None for name in without_value(config, result) if name in result}
+    return {**result, **unknown, "environment": environment()}
 
 
 def why_diverged(config: RunConfig, server: Server) -> str:

@@ -1,9 +1,12 @@
-"""What a strategy may or may not be combined with, and why not: the reasons that the table of strategies refers to."""
+"""What a strategy may or may not be combined with, and why not; and which settings a user's own loop decides itself."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum, auto
+from typing import Any
+
+from paceline.config import FIELDS, SIMULATED_ONLY, RunConfig, is_script
 
 
 class Feature(Enum):
@@ -97,3 +100,22 @@ OWN_LOOP_OF_ALL: Refusals = {
     Feature.RESTART_WORKERS: "is a fixed group, which no worker can join again; use sync, async or bounded, "
     "or leave it out",
 }
+SCRIPT_DECIDES = (
+    *SIMULATED_ONLY,
+    *("workers", "dataset", "model", "task", "data_dir", "batch_size", "device", "precision", "compile", "capture"),
+    *("channels_last", "accumulate", "validation", "fold", "eval_every", "eval_train", "score", "target_accuracy"),
+    *("train_score", "best", "recovery", "augment", "max_length", "image_size", "weights_partial", "weights_sha256"),
+)
+"""Settings that a user's own loop has no use for, or decides itself; `paceline run` has flags of its own for two."""
+_KNOWN_OF_LOOPS = (*SIMULATED_ONLY, "workers", "dataset", "model", "batch_size", "recovery")
+_SET = [name for name in SCRIPT_DECIDES if FIELDS[name].default is not None or name == "channels_last"]
+NOT_OF_LOOPS = tuple(name for name in _SET if name not in _KNOWN_OF_LOOPS)
+"""Those of them that have a value in the settings of every run, which says nothing about an own loop."""
+OF_OPTIMIZER = ("optimizer", "lr", "momentum", "nesterov", "betas", "weight_decay", "clip")
+SCRIPT_MAY_DECIDE = (*OF_OPTIMIZER, "epochs", "epoch_mode")
+"""Settings that a script may decide itself, by handing over its optimizer or its number of epochs."""
+
+
+def without_value(config: RunConfig, recorded: Mapping[str, Any]) -> list[str]:
+    """The settings whose values say nothing about a run, because its script decides them; the run records which."""
+    return [*NOT_OF_LOOPS, *(recorded.get("decided_by_script") or ())] if is_script(config) else []

@@ -34,16 +34,6 @@ from paceline.settings.strategies import (
 )
 from paceline.system.sealed_weights import read_weights
 
-SCRIPT_DECIDES = (
-    *SIMULATED_ONLY,
-    *("workers", "dataset", "model", "task", "data_dir", "batch_size", "device", "precision", "compile", "capture"),
-    *("channels_last", "accumulate", "validation", "fold", "eval_every", "eval_train", "score", "target_accuracy"),
-    *("train_score", "best", "recovery", "augment", "max_length", "image_size", "weights_partial", "weights_sha256"),
-)
-"""Settings that a user's own loop has no use for, or decides itself; `paceline run` has flags of its own for two."""
-OF_OPTIMIZER = ("optimizer", "lr", "momentum", "nesterov", "betas", "weight_decay", "clip")
-SCRIPT_MAY_DECIDE = (*OF_OPTIMIZER, "epochs", "epoch_mode")
-"""Settings that a script may decide itself, by handing over its optimizer or its number of epochs."""
 MODELS = {
     "lenet5": "paceline.models.lenet:LeNet5",
     "cnn": "paceline.models.cnn:Cnn",

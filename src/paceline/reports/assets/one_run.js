@@ -251,7 +251,7 @@ function drawSettings(parent, run) {
   for (const [name, value] of Object.entries(run.settings)) {
     const preset = settingText(facts.defaults[name]);
     const changed = settingText(value) !== preset;
-    if (!changed && value === null) continue;
+    if (value === null) continue; // not set, or decided by a script
     if (run.settings.task && (name === "dataset" || name === "model")) continue; // the task has its own
     const group = facts.groups[name] || "other";
     if (!groups.has(group)) groups.set(group, []);

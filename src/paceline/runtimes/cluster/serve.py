@@ -26,8 +26,8 @@ from paceline.runtimes.scripts.launch import script_to_resume, settings_of_scrip
 from paceline.runtimes.scripts.remote.code import ServedScript
 from paceline.runtimes.sharded.processes import ShardProcesses
 from paceline.runtimes.sharded.spans import require_cuttable
-from paceline.settings.features import Feature
-from paceline.settings.resolve import SCRIPT_DECIDES, SCRIPT_MAY_DECIDE, check_names, refuse_simulated, resolve
+from paceline.settings.features import SCRIPT_DECIDES, SCRIPT_MAY_DECIDE, Feature
+from paceline.settings.resolve import check_names, refuse_simulated, resolve
 from paceline.settings.strategies import require_feature
 from paceline.system.signals import stop_signals
 from paceline.system.strict_json import seal, to_json

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.config import RunConfig
 from paceline.errors import UserError
+from paceline.settings.features import OF_OPTIMIZER, SCRIPT_MAY_DECIDE
 from paceline.settings.preprocessing import split_of
-from paceline.settings.resolve import OF_OPTIMIZER, SCRIPT_MAY_DECIDE
 
 SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
 ACCELERATE = {

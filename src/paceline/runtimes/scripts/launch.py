@@ -22,8 +22,8 @@ from paceline.runtimes.local.process_plan import ProcessPlan
 from paceline.runtimes.local.supervisor import run_local
 from paceline.runtimes.local.worker_output import WorkerOutput
 from paceline.runtimes.scripts.lines_to_add.message import require_paceline
-from paceline.settings.features import Feature
-from paceline.settings.resolve import SCRIPT_MAY_DECIDE, resolve_own_loop
+from paceline.settings.features import SCRIPT_MAY_DECIDE, Feature
+from paceline.settings.resolve import resolve_own_loop
 from paceline.settings.strategies import require_feature
 
 

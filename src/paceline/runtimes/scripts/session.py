@@ -27,19 +27,19 @@ from paceline.runtimes.scripts.local_loop import LocalLoop
 from paceline.runtimes.scripts.optimizer import settings_of
 from paceline.runtimes.scripts.served_loop import ServedLoop, WorkerEnv
 from paceline.runtimes.scripts.standalone import InProcessClient
-from paceline.settings.resolve import SCRIPT_MAY_DECIDE, resolve_own_loop
+from paceline.settings.features import SCRIPT_MAY_DECIDE
+from paceline.settings.resolve import resolve_own_loop
 from paceline.settings.strategies import CLASSIC, strategy_of
 from paceline.system.subnormals import flush_subnormals
 
 _STEP, _GENERATOR = 0x57E9, 0x6E4A7  # purposes of random keys
+MOST_EMPTY_PASSES = 1000
+"""Passes without a batch after the end of training, as of a loop over epochs, before a loop counts as endless."""
 
 
 class TrainingOver(SystemExit):
     """Ends a script that makes steps after its run is over. It is no error: the exit code is 0."""
 
-
-MOST_EMPTY_PASSES = 1000
-"""Passes without a batch after the end of training, as of a loop over epochs, before a loop counts as endless."""
 
 inherited: WorkerEnv | None = None
 joined: Session | None = None

@@ -263,5 +263,5 @@ def own_names(task: Any, config: RunConfig) -> dict[str, Any]:
 
 def run_row(config: RunConfig, updates: int, facts: dict[str, Any]) -> dict[str, Any]:
     """The fields of the event that begins a run, or goes on with it."""
-    own = {name: facts[name] for name in ("model", "dataset") if facts.get(name) is not None}
+    own = {name: facts[name] for name in ("model", "dataset", "decided_by_script") if facts.get(name) is not None}
     return {"workers": config.workers, "strategy": config.strategy, "updates": updates, **own}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.assembly.cpu_sharing import server_threads
-from paceline.assembly.own_loop import announce_loop, loop_config, loop_server
+from paceline.assembly.own_loop import announce_loop, decided_by_script, loop_config, loop_server
 from paceline.config import RunConfig, from_dict
 from paceline.core.buffers import BufferSizes
 from paceline.core.own_loop.compression import largest_capacities
@@ -34,7 +34,7 @@ from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.process import reporting
 from paceline.runtimes.server.runtime import Peers, Runtime
 from paceline.runtimes.server.service import Service, SupervisorChannel
-from paceline.settings.resolve import SCRIPT_MAY_DECIDE
+from paceline.settings.features import SCRIPT_MAY_DECIDE
 from paceline.tasks.script_model import ScriptModel, load_tensors
 from paceline.transports.frames import (
     ANYTHING,
@@ -182,6 +182,7 @@ def host_of_loops(
         announce_loop(resolved, first.facts, report)
     now = rebuilt.now if rebuilt is not None else 0.0
     told = checked(first.facts, {"names": LOOP_FACTS["names"]})["names"]
+    told |= {"decided_by_script": decided_by_script(resolved, first.facts)}
     host = Host(server, model, None, resolved, folder, report, runtime, now, {**facts, **told})
     host.verify_with(None, "only your own loop computes its pushes")
     if rebuilt is not None:
