@@ -22,13 +22,17 @@ def two_classes() -> SupervisedTask:
     return SupervisedTask(nn.Linear(1, 2), nn.functional.cross_entropy, data)
 
 
-@pytest.mark.parametrize(("split", "rule"), [("iid", "foresight"), ("labels", "foresight-fair")])
-def test_the_rule_that_is_announced_for_an_own_task_is_the_one_applied(split: str, rule: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("split", "rule", "why"), [("iid", "foresight", "data divided evenly"), ("labels", "foresight-fair", "labels ")]
+)
+def test_the_rule_that_is_announced_for_an_own_task_is_the_one_applied(
+    split: str, rule: str, why: str, tmp_path: Path
+) -> None:
     task = f"{__name__}:two_classes"
     config = resolve(RunConfig(strategy="async", workers=2, split=split, batch_size=8, task=task, runs=str(tmp_path)))
     rows: list[dict[str, Any]] = []
     host = make_host(config, None, RunFolder.create(config), rows.append, LocalPeers(), {}, resume=False)
     host.close()
     (line,) = (row["text"] for row in rows if row["kind"] == "note" and row["text"].startswith("rule auto: "))
-    assert line.startswith(f"rule auto: {rule} (2 workers, labels ")
+    assert line.startswith(f"rule auto: {rule} (2 workers, {why}")
     assert host.server.rule.name == f"{rule} (step limited) (averaged)"
