@@ -218,7 +218,12 @@ def test_a_worker_of_hosts_that_started_again_still_ends_with_the_command(tmp_pa
     flags, mark = ("--hosts", "hosts", "--name", "it", "--strategy", "async"), f"started-by-{tmp_path}"
     with Command("run", *flags, "loop.py", "40", "0.1", cwd=tmp_path, environment={"MARK": mark}) as command:
         wait_for_records(tmp_path / "runs/it", 12)
-        assert run("drain", "runs/it", "0", "--now", cwd=tmp_path).process.returncode == 0
+        (worker,) = (pid for pid, words in started_by(mark).items() if "--worker 0" in words)
+        os.kill(worker, signal.SIGSTOP)  # so that it cannot finish by itself when it is drained
+        try:
+            assert run("drain", "runs/it", "0", "--now", cwd=tmp_path).process.returncode == 0
+        finally:
+            os.kill(worker, signal.SIGCONT)
         until(lambda: num_joins(tmp_path / "runs/it") == 3, "worker 0, again")
         command.process.kill()
     until(lambda: not started_by(mark), lambda: f"the end of {started_by(mark)}")
