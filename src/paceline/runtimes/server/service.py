@@ -90,7 +90,7 @@ class Dispatcher:
         self._checked, self._excused = now, stalls.extended
         if host.server.finished:
             return
-        host.look_for_requests()
+        host.requests.look()
         while host.requests.to_drop:
             worker = host.requests.to_drop.pop()
             drop(worker, f"worker {worker} is dropped, as 'paceline drain --now' asked")
