@@ -1,0 +1,25 @@
+"""What a user's own loop is told on standard error: mistakes that stop nothing."""
+
+from __future__ import annotations
+
+import sys
+
+
+def note_first_step(worker: int, steps_before: int, ignores_loaders: bool) -> None:
+    """Say so if the loop may count from 0 again after a restart, or reads other loaders than those of the session.
+
+    `steps_before` are those of earlier incarnations, 0 if the loop has a loader or a budget, or has asked for them.
+    """
+    if steps_before:
+        what = f"worker {worker} goes on after {steps_before} steps, and its loop has not asked for them"
+        print(f"{what}: one that counts its steps starts at session.iteration", file=sys.stderr)
+    if ignores_loaders and worker == 0:
+        what = "a step, and no batch came from what session.prepare(...) returned for the loader"
+        print(f"{what}: every worker reads all data; let the loop read that one", file=sys.stderr)
+
+
+def note_end(worker: int) -> None:
+    """Say that the script ends because its loop goes on after training."""
+    if worker == 0:
+        what = "training is over, and the loop goes on: the script ends here"
+        print(f"{what}; leave the loop when session.finished is true to run what follows it", file=sys.stderr)
