@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from paceline.errors import DiskError, ProtocolError, RunFailed, UserError
+from paceline.errors import DiskError, Interrupted, ProtocolError, RunFailed, UserError
 from paceline.runs.events import read_events
 from paceline.runs.result import weights_sha256
 from paceline.runtimes.server import remote_service, service
@@ -124,7 +124,7 @@ def test_a_run_that_is_stopped_before_the_first_step_says_so(tmp_path: Path) -> 
         until(lambda: served.introductions.peers.by_worker, "the worker")
         worker.finish()
         served.wait()
-    assert isinstance(served.error, RunFailed)
+    assert isinstance(served.error, Interrupted)
     assert str(served.error) == "interrupted, before the first step of a script: nothing was trained"
 
 

@@ -24,7 +24,7 @@ from paceline.core.own_loop.settings import LoopLayout
 from paceline.core.own_loop.torch_optimizer import OptimizerFailed
 from paceline.core.server import Server
 from paceline.core.worker import LocalWorker
-from paceline.errors import DiskError, ProtocolError, RunFailed, UserError
+from paceline.errors import DiskError, Interrupted, PacelineError, ProtocolError, RunFailed, UserError
 from paceline.interfaces import Layout, Report
 from paceline.runs.folder import ALL_GONE, LOOPS_ENDED, RunFolder
 from paceline.runs.recording import ScriptCall
@@ -38,6 +38,7 @@ from paceline.runtimes.server.process import reporting
 from paceline.runtimes.server.runtime import Peers, Runtime
 from paceline.runtimes.server.service import Service, SupervisorChannel
 from paceline.settings.resolve import SCRIPT_MAY_DECIDE
+from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.tasks.script_model import ScriptModel, load_tensors
 from paceline.transports.frames import (
     ANYTHING,
@@ -210,12 +211,18 @@ def saved_at_mistakes(host: Host) -> Iterator[None]:
         raise RunFailed(f"{error}: {host.folder.stopped_hint(result)}") from error
 
 
+def nothing_trained(reason: str, before: str) -> PacelineError:
+    """The error of a run that was stopped before something; with the exit code of Ctrl-C if that was the reason."""
+    kind = Interrupted if reason in (INTERRUPTED, TERMINATED) else RunFailed
+    return kind(f"{reason}, before {before}: nothing was trained")
+
+
 def finish_loops(host: Host) -> dict[str, Any]:
     """Save the weights and the result after the last script has left, and close the host; return the result."""
     if not host.server.pushes:
         host.close()
         if host.stop_reason not in (None, ALL_GONE) and not str(host.stop_reason).startswith(LOOPS_ENDED):
-            raise RunFailed(f"{host.stop_reason}, before the first step of a script: nothing was trained")
+            raise nothing_trained(str(host.stop_reason), "the first step of a script")
         raise UserError(NO_STEP)
     result = host.finish()
     host.close()
@@ -242,7 +249,7 @@ def _gather(control: SupervisorChannel, config: RunConfig, awaited: set[int]) ->
             if key.data is None:
                 order, fds = control.receive()
                 if order["kind"] == "stop":
-                    raise RunFailed("stopped before the scripts had called session.prepare(...)")
+                    raise nothing_trained(order["reason"], "a script had called session.prepare(...)")
                 worker = order["worker"]
                 if worker in found:  # its process has ended since
                     found.pop(worker)[0].close()
