@@ -30,7 +30,8 @@ for step, (x, y) in enumerate(loader):
     loss = torch.nn.functional.cross_entropy(outputs, y)
     if mistake == "long-steps":
         loss = loss + outputs.square().mean()
-    loss.backward()
+    if mistake != "no-backward":
+        loss.backward()
     optimizer.step()
     if mistake == "clamps":
         with torch.no_grad():

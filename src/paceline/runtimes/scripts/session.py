@@ -28,7 +28,7 @@ from paceline.runtimes.scripts.optimizer import settings_of
 from paceline.runtimes.scripts.served_loop import ServedLoop, WorkerEnv
 from paceline.runtimes.scripts.standalone import InProcessClient
 from paceline.runtimes.scripts.step_samples import StepSamples
-from paceline.runtimes.scripts.watching.notes import note_end, note_first_step
+from paceline.runtimes.scripts.watching.notes import FirstGradients, note_end, note_first_step
 from paceline.settings.resolve import SCRIPT_MAY_DECIDE, resolve_own_loop
 from paceline.settings.strategies import CLASSIC, strategy_of
 from paceline.system.subnormals import flush_subnormals
@@ -64,7 +64,7 @@ class Session:
         self._has_length = False  # whether `prepare` was told when training ends
         self._steps_left: int | None = None  # of a plain loop with `steps=N`
         self._iteration = self._ignored = self._empty_passes = self._num_loaders = 0
-        self._samples = StepSamples()
+        self._samples, self._first_gradients = StepSamples(), FirstGradients()
         self._is_asked_for_steps = False  # whether the script reads `iteration`
         self._evaluates = self._is_final = False  # whether the model holds the weights that are evaluated, or saved
         self._loss: float | None = None  # of the step; None: the script did not tell it
@@ -297,6 +297,8 @@ class Session:
         if not loop.has_stepped:
             counts_alone = not (self._has_length or self._is_asked_for_steps or (self._handed and self._handed.data))
             note_first_step(self.worker, loop.step_number if counts_alone else 0, loop.ignores_loaders)
+        if self.is_main:
+            self._first_gradients.look(loop.bound.parameters)
         reply = loop.push(number, samples, self._loss, weight, *scaling)
         self._loss, self.finished = None, reply.finished
         if not number:

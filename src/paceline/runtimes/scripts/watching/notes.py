@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
 
 
 def note_first_step(worker: int, steps_before: int, ignores_loaders: bool) -> None:
@@ -23,3 +27,25 @@ def note_end(worker: int) -> None:
     if worker == 0:
         what = "training is over, and the loop goes on: the script ends here"
         print(f"{what}; leave the loop when session.finished is true to run what follows it", file=sys.stderr)
+
+
+class FirstGradients:
+    """Looks at the gradients of the first steps, and says once if there are none: the loop calls no backward."""
+
+    def __init__(self) -> None:
+        self._looks_left = 3  # at gradients of zeros, which one batch may have
+
+    def look(self, parameters: Iterable[Tensor]) -> None:
+        """Look at the gradients with which a step begins."""
+        if not self._looks_left:
+            return
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        if any(one.layout is not torch.strided or bool(one.any()) for one in gradients):
+            self._looks_left = 0
+            return
+        self._looks_left = self._looks_left - 1 if gradients else 0
+        if not self._looks_left:
+            what = "the gradients of the first 3 steps are all 0" if gradients else "the first step found no gradient"
+            print(
+                f"{what}: nothing is trained without loss.backward() between zero_grad() and the step", file=sys.stderr
+            )
