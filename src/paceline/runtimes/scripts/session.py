@@ -28,7 +28,7 @@ from paceline.runtimes.scripts.optimizer import settings_of
 from paceline.runtimes.scripts.served_loop import ServedLoop, WorkerEnv
 from paceline.runtimes.scripts.standalone import InProcessClient
 from paceline.runtimes.scripts.step_samples import StepSamples
-from paceline.runtimes.scripts.watching.notes import FirstGradients, note_end, note_first_step
+from paceline.runtimes.scripts.watching.notes import FirstGradients, note_end, note_first_step, note_unfinished
 from paceline.settings.resolve import SCRIPT_MAY_DECIDE, resolve_own_loop
 from paceline.settings.strategies import CLASSIC, strategy_of
 from paceline.system.subnormals import flush_subnormals
@@ -368,6 +368,8 @@ class Session:
     def end(self) -> None:
         """Do what `finish` does, at the end of a script that has made steps and did not call it."""
         if self._loop is not None and self._made and not self._is_final:
+            if not self._loop.is_drained:
+                note_unfinished(self.worker)
             self.finish()
 
     def report(self, **figures: float | Tensor) -> None:

@@ -29,6 +29,13 @@ def note_end(worker: int) -> None:
         print(f"{what}; leave the loop when session.finished is true to run what follows it", file=sys.stderr)
 
 
+def note_unfinished(worker: int) -> None:
+    """Say that the script has ended without `session.finish()`."""
+    if worker == 0:
+        what = "the script ended without session.finish(): its model holds the weights of its last step"
+        print(f"{what}, not the run's final ones", file=sys.stderr)
+
+
 class FirstGradients:
     """Looks at the gradients of the first steps, and says once if there are none: the loop calls no backward."""
 
