@@ -123,8 +123,7 @@ class Session:
         """
         if self._handed is not None:
             raise UserError("session.prepare(...) was called twice: give all models, optimizers and loaders at once")
-        if (epochs is not None and not epochs > 0) or (steps is not None and steps < 1):
-            raise UserError(f"session.prepare(..., epochs={epochs}, steps={steps}): give positive numbers")
+        adopt.require_numbers(epochs, steps=steps, batch_size=batch_size)
         handed = self._handed = adopt.sort_out(things)
         self._has_length = steps is not None or epochs is not None
         self._dropouts = [part for part in handed.container.modules() if isinstance(part, AddressedDropout)]
