@@ -177,7 +177,8 @@ def require_numbers(epochs: Any, **counts: Any) -> None:
     kinds: dict[str, tuple[Any, type, str]] = {"epochs": (epochs, Real, "number")}
     kinds |= {name: (value, Integral, "whole number") for name, value in counts.items()}
     for name, (value, kind, what) in kinds.items():
-        if value is not None and not (isinstance(value, kind) and value > 0):
+        is_number = isinstance(value, kind)
+        if value is not None and not (is_number and value > 0):
             raise UserError(f"session.prepare(..., {name}={value!r}): give a positive {what}")
 
 
