@@ -42,6 +42,7 @@ def train(
 
 
 def _train(build: Callable[[], SupervisedTask] | str | None, quiet: bool, settings: dict[str, Any]) -> dict[str, Any]:
+    require_no_run()
     for name in settings:
         if name not in FIELDS:
             raise unknown_name("setting", name, FIELDS)
@@ -61,6 +62,16 @@ def _train(build: Callable[[], SupervisedTask] | str | None, quiet: bool, settin
         elif (missed := why_missed(config, result)) is not None:
             console.note(f"paceline: {missed}")
     return {**result, "folder": str(folder.path)}
+
+
+def require_no_run() -> None:
+    """Raise UserError in a script of `paceline run` that has not joined: each worker would train a run of its own."""
+    own = sys.modules.get("paceline.runtimes.scripts.session")
+    if own is not None and own.inherited is not None and own.joined is None:
+        script = Path(sys.argv[0]).name
+        raise UserError(
+            f"{script} calls paceline.train, which starts its workers itself: start it with 'python {script}'"
+        )
 
 
 def settings_of_train() -> list[inspect.Parameter]:

@@ -109,3 +109,11 @@ def test_a_forked_process_writes_its_own_notes(tmp_path: Path) -> None:
         assert os.waitpid(child, 0)[1] == 0
         console.note("parent again")
     assert (tmp_path / "output").read_text().splitlines() == ["parent", "child", "parent again"]
+
+
+def test_a_stop_after_training_says_that_nothing_is_lost() -> None:
+    stream = io.StringIO()
+    with Console(stream) as console:
+        console.report({"kind": "saved"})
+        console.report({"kind": "stopping", "reason": "interrupted"})
+    assert stream.getvalue().startswith("training is complete and saved; waiting for the scripts to end")

@@ -125,14 +125,14 @@ def test_a_request_in_the_folder_reaches_the_host_and_is_answered(record: Record
         asking.start()
 
         def is_draining() -> bool:
-            run.host.look_for_requests()
+            run.host.requests.look()
             return run.server.members[1].draining
 
         until(is_draining, "the drain")
         assert asking.is_alive(), "it is not answered before the worker has left"
         run.push(1)
         while asking.is_alive():
-            run.host.look_for_requests()
+            run.host.requests.look()
     assert answers == [DrainAnswer({7: "it is not a worker of this run; these are: 0, 1"})]
     assert run.server.members[1].released and not list(run.folder.requests.iterdir())
     kinds = [row["kind"] for row in read_events(run.folder.events_file)]

@@ -192,9 +192,17 @@ def test_a_misfit_is_one_clear_line(what: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("length", [{"epochs": 0}, {"epochs": -1.0}, {"epochs": float("nan")}, {"steps": 0}], ids=str)
+@pytest.mark.parametrize(
+    "length",
+    [
+        *({"epochs": 0}, {"epochs": -1.0}, {"epochs": float("nan")}, {"epochs": "3"}),
+        *({"steps": 0}, {"steps": 2.5}, {"steps": "3"}, {"batch_size": "8"}, {"batch_size": 0}),
+    ],
+    ids=str,
+)
 def test_a_length_that_is_none_is_one_clear_line(length: dict[str, Any]) -> None:
-    with pytest.raises(paceline.UserError, match="give positive numbers"):
+    (name,) = length
+    with pytest.raises(paceline.UserError, match=rf"{name}=.*: give a positive (whole )?number$"):
         paceline.join(RunConfig(strategy="classic")).prepare(odd_models.Tied(), token_data(), **length)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config import RunConfig, max_workers_of
+from paceline.config import RunConfig, is_script, max_workers_of
 from paceline.core.messages import DataAssignment, Reply
 from paceline.core.schedules import Budget
 from paceline.data.partition import hold_out, hold_out_fold, partition
@@ -91,13 +91,15 @@ def divide_work(labels: np.ndarray[Any, Any], config: RunConfig, multiple_of: in
     workers, places = config.workers or 1, max_workers_of(config)
     train, validation = held_out(labels, config)
     if config.batch_size > len(train):
-        raise UserError(f"--batch-size {config.batch_size}: there are only {len(train)} samples; use a smaller batch")
+        what = "session.prepare(..., loader): batches of" if is_script(config) else "--batch-size"
+        have = "is only 1 sample" if len(train) == 1 else f"are only {len(train)} samples"
+        raise UserError(f"{what} {config.batch_size}: there {have}; use a smaller batch")
     available = -(-len(train) // config.batch_size)
     if places > available:
         flag = "workers" if config.max_workers is None else "max-workers"
         raise UserError(
-            f"--{flag} {places}: {len(train)} samples make only {available} batches of {config.batch_size}; "
-            f"use at most {available} workers or a smaller batch"
+            f"--{flag} {places}: {len(train)} samples make only {available} batch{'es' * (available > 1)} of "
+            f"{config.batch_size}; use at most {available} worker{'s' * (available > 1)} or a smaller batch"
         )
     parts = partition(labels[train], workers, split_of(config), config.seed, config.shard_weights)
     shards = [train[part] for part in parts]

@@ -124,17 +124,18 @@ class Parser(argparse.ArgumentParser):
             raise UserError(self._did_you_mean(unknown[0]))
         return parsed
 
-    def _flags(self) -> list[str]:
+    def flags(self) -> list[str]:
+        """All names of flags."""
         return [flag for action in self._known for flag in action.option_strings]
 
     def _is_unknown(self, word: str) -> bool:
-        return word.startswith("--") and word.partition("=")[0] not in self._flags() and word != "--"
+        return word.startswith("--") and word.partition("=")[0] not in self.flags() and word != "--"
 
     def _did_you_mean(self, unknown: str) -> str:
         if not unknown.startswith("-"):
             return f"unexpected argument '{unknown}'; see '{self.prog} --help'"
         flag = unknown.partition("=")[0]
-        near = nearest_names(flag, self._flags(), most=2)
+        near = nearest_names(flag, self.flags(), most=2)
         offer = f"did you mean {' or '.join(near)}? " if near else ""
         return f"unknown flag '{flag}': {offer}see '{self.prog} --help'"
 
@@ -254,6 +255,13 @@ def run_to_read(run: str, console: Console) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="paceline-") as place:
         with fetched(run, Path(place), console.report, "read") as path:
             yield str(path)
+
+
+def script_of(words: list[str], parser: Parser) -> list[str]:
+    """The script and its arguments of a command line; a flag of `parser` among the arguments is a UserError."""
+    from paceline.runtimes.scripts.command import command_of
+
+    return command_of(words, parser.flags())
 
 
 def config_from(parsed: argparse.Namespace, file: str | None, base: dict[str, Any] | None = None) -> RunConfig:

@@ -14,6 +14,7 @@ from paceline.cli.arguments import (
     config_from,
     require_trust,
     run_to_resume,
+    script_of,
 )
 from paceline.cli.output import show
 from paceline.config import SIMULATED_ONLY, UPKEEP, RunConfig, given
@@ -79,13 +80,14 @@ def server_verb(arguments: list[str]) -> int:
     shards = parsed.servers, parsed.shards_elsewhere
     options = ListenOptions(parsed.listen, parsed.token_file, *tls, *shards, parsed.wait)
     is_continued = getattr(parsed, "continue")
+    command = script_of(parsed.script, parser) if parsed.script is not None else None
     if parsed.resume is not None and is_continued:
         raise UserError(f"--resume {parsed.resume} and --continue: leave one out; --continue takes --name and settings")
     with Console() as console:
         if is_continued:
             config = config_from(parsed, parsed.file)
-            _refuse_script_settings(config, parsed.script)
-            folder, result = serve_or_resume(config, options, console, parsed.script)
+            _refuse_script_settings(config, command)
+            folder, result = serve_or_resume(config, options, console, command)
         elif parsed.resume is not None:
             if parsed.script is not None:
                 raise UserError(f"--resume {parsed.resume} goes on with the script of that run: leave --script out")
@@ -97,8 +99,8 @@ def server_verb(arguments: list[str]) -> int:
             raise UserError("--take-over is about a run in a store: add --resume URL")
         else:
             config = config_from(parsed, parsed.file)
-            _refuse_script_settings(config, parsed.script)
-            folder, result = serve(config, options, console, command=parsed.script)
+            _refuse_script_settings(config, command)
+            folder, result = serve(config, options, console, command=command)
     return show(folder, result, parsed.json)
 
 

@@ -17,6 +17,7 @@ from paceline.cli.arguments import (
     require_trust,
     run_to_read,
     run_to_resume,
+    script_of,
 )
 from paceline.cli.cluster import add_encryption, chosen_tls
 from paceline.cli.output import EXIT_CODES, show
@@ -159,7 +160,7 @@ def run_verb(arguments: list[str]) -> int:
     parser.add("--json", "print result.json on standard output at the end", action="store_true")
     parser.add("script", "the script and its arguments", nargs=argparse.REMAINDER, metavar="SCRIPT.py ...")
     parsed = parser.parse_strictly(arguments)
-    return _train(config_from(parsed, None), parsed, parsed.script)
+    return _train(config_from(parsed, None), parsed, script_of(parsed.script, parser))
 
 
 def resume_verb(arguments: list[str]) -> int:

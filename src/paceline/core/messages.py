@@ -30,8 +30,9 @@ class Push(NamedTuple):
 
     `update` (with a codec: the encoded payload) and `state` are views of the worker's memory: read them only before
     the worker is answered. `loss` is what `loss_of_push` returns. The mean of a round weighs a push by its `weight`, or
-    by its samples if it has none; budgets and schedules go by samples. A push of weight 0 passes the barrier and
-    changes nothing: a `GradScaler` skipped the step. `loop` is what a user's own loop says (see `OwnLoops`).
+    by its samples if it has none; budgets and schedules go by samples. A second step on a batch has 0 samples. A push
+    of weight 0 passes the barrier and changes nothing: a `GradScaler` skipped the step. `loop` is what a user's own
+    loop says (see `OwnLoops`).
     """
 
     worker: int

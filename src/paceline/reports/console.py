@@ -24,6 +24,7 @@ TIMED_SECONDS = 1.0  # of an activity, before the time left is estimated
 NARROW = 64  # columns below which the bar is dropped and only the figures are shown
 MAX_WAITING, MAX_FRAMES_WAITING = 1000, 16
 """Texts that wait for a reader: beyond this, notes are dropped and counted, and frames of the bar are left out."""
+SAVED = "training is complete and saved; waiting for the scripts to end, a second Ctrl-C ends them"
 DRAIN_SECONDS = 2.0  # how long the end of a command waits for a reader
 
 
@@ -121,6 +122,7 @@ class Console:
         self._stream = cast(TextIO, self._output)
         self._outputs = {-1: self._output} if self._output is not None else {}  # by descriptor; our own is -1
         self.stopping: str | None = None  # reason of a requested stop; the run may still finish by itself first
+        self._is_saved = False  # whether training is complete and saved, and scripts still run
         self._quiet = quiet or self._stream is None  # a closed standard error is None
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -155,7 +157,9 @@ class Console:
                 self._show_output(row["text"], self._stream_of_worker(row["stream"]))
             case "stopping":
                 self.stopping = row["reason"]
-                self.note(f"{self.stopping}: saving what there is")
+                self.note(SAVED if self._is_saved else f"{self.stopping}: saving what there is")
+            case "saved":
+                self._is_saved = True
 
     def note(self, text: str) -> None:
         """Print one permanent line."""

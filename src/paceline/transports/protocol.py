@@ -229,23 +229,25 @@ def parse_figures(worker: int, fields: Mapping[str, Any]) -> ReportedFigures:
         raise ProtocolError("metrics that are not numbers by name") from None
 
 
-def check_push(seq: int, reply: int, samples: int, loss: float, timing: Timing, weight: float) -> None:
+def check_push(seq: int, reply: int, samples: int, loss: float, timing: Timing, weight: float | None) -> None:
     """Raise ProtocolError if no worker can mean these numbers. A loss may be infinite or unknown (NaN).
 
-    >>> check_push(0, 0, 32, 0.5, Timing(0.1, math.nan, 0.0), 0.0)
+    A push that has a weight may have no samples: it is another step on the same batch.
+
+    >>> check_push(0, 0, 32, 0.5, Timing(0.1, math.nan, 0.0), None)
     Traceback (most recent call last):
     paceline.errors.ProtocolError: a push that took nan seconds
     """
     if seq != reply:
         raise ProtocolError(f"push {seq} for reply {reply}")
-    if not samples:
+    if not samples and weight is None:
         raise ProtocolError("a push of no samples")
     if loss == -math.inf:
         raise ProtocolError("a push with a loss of -inf")
     for seconds in timing:
         if not 0.0 <= seconds <= MAX_SECONDS:
             raise ProtocolError(f"a push that took {seconds:g} seconds")
-    if not 0.0 <= weight <= MAX_WEIGHT:
+    if weight is not None and not 0.0 <= weight <= MAX_WEIGHT:
         raise ProtocolError(f"a push of weight {weight:g}")
 
 

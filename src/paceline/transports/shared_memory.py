@@ -240,7 +240,7 @@ class SharedMemoryPeer(Peer):
             raise ProtocolError(f"a push of {nbytes} bytes for buffers of {update.nbytes}")
         timing = Timing(*seconds)
         known = None if weight == protocol.BY_SAMPLES else weight
-        protocol.check_push(seq, reply, samples, loss, timing, known or 0.0)
+        protocol.check_push(seq, reply, samples, loss, timing, known)
         self.timing = timing
         if slot.sizes.payload is not None:
             update = update[:nbytes]

@@ -287,7 +287,7 @@ class TcpPeer(Peer):
         seq, reply, samples, optimizer, *sizes, loss, cpu, wall, waited, packed_weight = PUSH_HEAD.unpack(packed)
         num_update, num_state, num_local_state, num_loop = sizes
         timing, weight = Timing(cpu, wall, waited), None if packed_weight == BY_SAMPLES else packed_weight
-        check_push(seq, reply, samples, loss, timing, weight or 0.0)
+        check_push(seq, reply, samples, loss, timing, weight)
         bodies = sum(sizes)
         pad, most = len(padding(bodies)), slot.update.nbytes
         fits = num_update == most if slot.sizes.payload is None else num_update <= most

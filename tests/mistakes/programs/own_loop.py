@@ -24,13 +24,16 @@ elif mistake != "no-prepare":
     model, optimizer, loader = session.prepare(model, optimizer, DataLoader(data, batch_size=8))
 else:
     loader = DataLoader(data, batch_size=8)
+if mistake == "raises-early" and session.worker == 1:
+    raise ValueError("no such transform")
 for step, (x, y) in enumerate(loader):
     optimizer.zero_grad()
     outputs = model(x * float("nan") if mistake == "nan-inputs" else x)
     loss = torch.nn.functional.cross_entropy(outputs, y)
     if mistake == "long-steps":
         loss = loss + outputs.square().mean()
-    loss.backward()
+    if mistake != "no-backward":
+        loss.backward()
     optimizer.step()
     if mistake == "clamps":
         with torch.no_grad():

@@ -58,6 +58,32 @@ def test_a_script_that_asks_for_a_process_group_is_told_to_leave_it_out(tmp_path
     assert "(train.py, line 3); Paceline starts the workers and averages: leave out init_process_group" in text
 
 
+FAILING_DATA = """
+import torch
+from paceline.runtimes.scripts.loading.indexed import SeededItems
+from torch._utils import ExceptionWrapper
+
+class Images(torch.utils.data.Dataset):
+    def __getitem__(self, number):
+        raise OSError("cannot read\\nimage 7")
+
+data = Images()
+try:
+    SeededItems(data, data)[1, 7]
+except OSError:
+    wrapped = ExceptionWrapper(where="in DataLoader worker process 1")
+wrapped.reraise()
+"""
+
+
+def test_an_error_of_a_loaders_process_is_told_as_it_was_raised_there(tmp_path: Path) -> None:
+    """Torch wraps it: the error's own last line comes after its traceback."""
+    found = describe_exception(raised_by(tmp_path / "train.py", FAILING_DATA))
+    assert found.text == "OSError: cannot read image 7 (train.py, line 8)"
+    assert "Caught OSError in DataLoader worker process 1." in found.traceback
+    assert "/paceline/" not in found.traceback and found.traceback.endswith("OSError: cannot read\nimage 7\n\n")
+
+
 def test_one_traceback_is_shown_and_a_line_for_each_other_failure() -> None:
     rows: list[dict[str, Any]] = []
     failures = WorkerFailures()

@@ -83,8 +83,10 @@ def benches(tmp_path: Path) -> Iterator[list[Bench]]:
         bench.close()
 
 
-def make(benches: list[Bench], folder: Path, limit: int, restarts: WorkerRestarts | None = None) -> Bench:
-    benches.append(Bench(folder, limit, restarts))
+def make(
+    benches: list[Bench], folder: Path, limit: int, restarts: WorkerRestarts | None = None, **settings: Any
+) -> Bench:
+    benches.append(Bench(folder, limit, restarts, **settings))
     return benches[-1]
 
 
@@ -137,6 +139,13 @@ def test_two_interrupts_at_once_let_the_server_save_the_run(benches: list[Bench]
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
     assert bench.orders() == [("stop", -1, -1)] and [row["kind"] for row in bench.rows] == ["stopping"]
+
+
+def test_a_script_that_has_not_come_to_its_training_has_nothing_to_save(benches: list[Bench], tmp_path: Path) -> None:
+    bench = make(benches, tmp_path, 0, task="script:loop")
+    with bench.supervisor._signals():
+        signal.raise_signal(signal.SIGINT)
+    assert bench.orders() == [("stop", -1, -1)] and not bench.rows
 
 
 MISTAKE = {"kind": "complaint", "is_mistake": True, "code": 2, "text": "use no clamping"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.errors import RunFailed, UserError
+from paceline.errors import Interrupted, RunFailed, UserError
 from paceline.runtimes.scripts.remote.client import LoopClient
 from paceline.runtimes.scripts.serving import introductions
 from paceline.runtimes.server import remote_service
@@ -118,7 +118,7 @@ def test_a_run_that_is_stopped_before_it_began_tells_its_workers(tmp_path: Path)
         said_hello(served, 1)
         served.line.stop("interrupted")
         waits.join(20)
-    assert isinstance(served.error, RunFailed) and "interrupted, before a script had called" in str(served.error)
+    assert isinstance(served.error, Interrupted) and "interrupted, before a script had called" in str(served.error)
     assert "interrupted, before a script had called session.prepare" in refused[0]
 
 

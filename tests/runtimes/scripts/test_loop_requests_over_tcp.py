@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from paceline.errors import DiskError, ProtocolError, RunFailed, UserError
+from paceline.errors import DiskError, Interrupted, ProtocolError, UserError
 from paceline.runs.events import read_events
+from paceline.runs.result import weights_sha256
 from paceline.runtimes.server import remote_service, service
 from paceline.transports import tcp_client
 from tests.support.served_loops import LoopWorker, ServedLoops, in_thread
@@ -121,7 +124,7 @@ def test_a_run_that_is_stopped_before_the_first_step_says_so(tmp_path: Path) -> 
         until(lambda: served.introductions.peers.by_worker, "the worker")
         worker.finish()
         served.wait()
-    assert isinstance(served.error, RunFailed)
+    assert isinstance(served.error, Interrupted)
     assert str(served.error) == "interrupted, before the first step of a script: nothing was trained"
 
 
@@ -138,6 +141,28 @@ def test_a_stopped_run_is_saved_although_a_script_hangs(tmp_path: Path, monkeypa
         hangs.client.abandon()
     assert served.error is None and served.result is not None and served.result["updates"] == 1
     assert any("worker 0 has not ended its script" in note for note in served.notes)
+
+
+def test_a_finished_run_is_saved_while_its_scripts_go_on(tmp_path: Path) -> None:
+    """Killed from there on, it has lost nothing; what scripts report later is in the result too."""
+    with ServedLoops(tmp_path, workers=2) as served:
+        workers = [served.worker(0), served.worker(1)]
+        for thread in [in_thread(worker.hello) for worker in workers]:
+            thread.join(20)
+        for worker in workers:
+            worker.push(1.0 + worker.number)
+        assert workers[0].client.read_weights(final=False) is not None and served.folder.result() is None
+        for thread in [in_thread(partial(worker.client.read_weights, final=True)) for worker in workers]:
+            thread.join(20)
+        early = until(served.folder.result, "the result")
+        assert early["status"] == "finished" and early["updates"] == 2
+        assert early["weights_sha256"] == weights_sha256(load_file(served.folder.weights_file))
+        workers[0].client.report({"accuracy": 0.5})
+        for worker in workers:
+            worker.client.close()
+        served.wait()
+    assert served.error is None and served.result == served.folder.result()
+    assert served.result == {**early, "metrics": {"accuracy": 0.5}, "reported": {"0": {"accuracy": 0.5}}}
 
 
 def test_a_worker_that_has_finished_waits_for_one_that_is_still_in_its_scripts_start(tmp_path: Path) -> None:
@@ -178,10 +203,8 @@ def test_workers_learn_why_their_script_cannot_be_trained(tmp_path: Path) -> Non
             second.push(1.0)
         waits.join(20)
         served.wait()
-    assert isinstance(served.error, RunFailed) and "pushed the same gradient first" in told[0]
-    assert "the run stopped at update 0; once the code is mended, 'paceline" in str(served.error)
-    result = served.folder.result()
-    assert result is not None and result["status"] == "stopped" and "the same gradient first" in result["reason"]
+    assert isinstance(served.error, UserError) and "pushed the same gradient first" in told[0]
+    assert served.folder.is_unstarted(), "no update was made"
 
 
 @pytest.mark.parametrize(("error", "is_told"), [(UserError("of the script"), True), (DiskError("full"), False)])

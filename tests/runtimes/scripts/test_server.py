@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+from paceline.config import RunConfig
 from paceline.core.buffers import BufferSizes
 from paceline.core.messages import Join
 from paceline.core.optimizers import Sgd
@@ -17,9 +18,12 @@ from paceline.core.rules.averaged import Averaged
 from paceline.core.rules.plain import Plain
 from paceline.core.schedules import Budget, Schedule, Training
 from paceline.core.server import Roster, Server
+from paceline.errors import Interrupted
 from paceline.interfaces import pack
 from paceline.runs.result import trained_tensors
 from paceline.runtimes.scripts.serving.requests import FinalStatistics
+from paceline.runtimes.scripts.serving.server import _gather
+from paceline.runtimes.server.service import SupervisorChannel
 from paceline.tasks.script_model import ScriptModel
 from paceline.transports.shared_memory import SharedBuffers, SharedMemoryClient, SharedMemoryPeer, channel
 
@@ -106,3 +110,14 @@ def test_without_any_estimate_the_statistics_of_the_training_hold(workers: list[
     statistics.add(workers[0].peer, samples=0)
     statistics.answer([workers[0].peer])
     assert workers[0].statistics == [7.0, 7.0] and workers[0].is_answered
+
+
+def test_an_interrupt_before_the_scripts_have_a_model_trained_nothing() -> None:
+    ours, theirs = channel()
+    theirs.send(b'{"kind": "stop", "reason": "interrupted"}')
+    with pytest.raises(
+        Interrupted, match=r"^interrupted, before a script had called session\.prepare\(\.\.\.\): nothing"
+    ):
+        _gather(SupervisorChannel(ours), RunConfig(workers=2), set())
+    ours.close()
+    theirs.close()

@@ -449,6 +449,30 @@ def test_a_loop_that_reads_the_loader_it_had_before_is_told_so(uses: bool, capsy
     assert ("every worker reads all data" not in said) == uses and said.count("\n") == (not uses)
 
 
+@pytest.mark.parametrize(
+    ("factors", "says"),
+    [
+        ([None] * 4, "the first step found no gradient: nothing is trained without loss.backward()"),
+        ([0.0] * 4, "the gradients of the first 3 steps are all 0: nothing is trained"),
+        ([0.0, 0.0, 1.0, 0.0], ""),
+        ([1.0, None, None, None], ""),
+    ],
+    ids=["none", "zeros", "some zeros", "one"],
+)
+def test_a_loop_without_backward_is_told_so_once(
+    factors: list[float | None], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session, model = one_worker(), nn.Linear(1, 1)
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for factor in factors:
+        optimizer.zero_grad()
+        if factor is not None:
+            (factor * model(torch.ones(2, 1)).sum()).backward()
+        optimizer.step()
+    said = capsys.readouterr().err
+    assert said.count("\n") == bool(says) and said.startswith(says)
+
+
 def test_a_frozen_parameter_that_the_script_averages_belongs_in_no_optimizer() -> None:
     session = paceline.join(ALONE)
     model = nn.Linear(4, 1)
@@ -678,7 +702,9 @@ def test_each_optimizer_counts_the_samples_of_its_own_pushes(monkeypatch: pytest
         assert sum(len(x) for (x,) in loader) == 7
     first(torch.ones(1, 1)).sum().backward()
     optimizers[0].step()
-    assert pushed == [(0, 4), (1, 4), (0, 3), (1, 3), (0, 3)], "a pass without gradients counts nothing"
+    assert pushed == [(0, 4), (1, 4), (0, 3), (1, 3), (0, 0)], (
+        "a pass without gradients counts nothing, nor does a second step"
+    )
     session.finish()
     assert not list(loader), "a loop over epochs ends"
     with torch.no_grad():

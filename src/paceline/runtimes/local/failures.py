@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import time
 import traceback
 from pathlib import Path
@@ -22,6 +23,10 @@ NO_GROUP = (
 )
 _GROUP_SIGNS = "environment variable RANK expected", "process group has not been initialized"
 _OURS = str(Path(__file__).parents[2])
+_FRAME = re.compile(r'^ +File "(.*?)", line (\d+)', re.MULTILINE)
+_LAST_FRAME = re.compile(r'^ +File ".*\n(?: +.*\n)*', re.MULTILINE)
+_OUR_FRAME = re.compile(rf'^  File "{re.escape(_OURS)}/.*\n(?:    .*\n)*', re.MULTILINE)
+_OF_LOADER = "\nOriginal Traceback (most recent call last):\n"  # before what a process of a DataLoader raised
 
 
 class RaisedException(NamedTuple):
@@ -33,25 +38,35 @@ class RaisedException(NamedTuple):
 
 def describe_exception(error: BaseException) -> RaisedException:
     """Describe an exception of a user's code: its traceback begins with the first frame that is neither ours nor
-    runpy's; one that calls sys.exit(...) needs none.
+    runpy's, and has none of ours between; one that calls sys.exit(...) needs none.
+
+    One that comes from a process of a DataLoader is described as it was raised there.
     """
-    begin = error.__traceback__
+    begin, shows_ours = error.__traceback__, False
     while begin is not None and begin.tb_next is not None and _is_internal(begin.tb_frame.f_code.co_filename):
         begin = begin.tb_next
     if begin is not None and _is_internal(begin.tb_frame.f_code.co_filename):
-        begin = error.__traceback__  # the user's code has no frame in it: show all
+        begin, shows_ours = error.__traceback__, True  # the user's code has no frame in it: show all
     what = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
-    text = f"{' '.join(what.split()).removesuffix(':')[:MAX_SAID]}{_place(error, begin)}"
+    place = _place(error, begin)
+    _, is_of_loader, inner = what.partition(_OF_LOADER)
+    if is_of_loader:
+        what = _LAST_FRAME.split(inner)[-1].strip()
+        place = _innermost([(name, int(line)) for name, line in _FRAME.findall(inner)]) or place
+    text = f"{' '.join(what.split()).removesuffix(':')[:MAX_SAID]}{place}"
     text += NO_GROUP if any(sign in what for sign in _GROUP_SIGNS) else ""
     shown = "".join(traceback.format_exception(type(error), error, begin)) if not isinstance(error, SystemExit) else ""
-    return RaisedException(text, shown[-MAX_TRACEBACK:])
+    return RaisedException(text, (shown if shows_ours else _OUR_FRAME.sub("", shown))[-MAX_TRACEBACK:])
 
 
 def _place(error: BaseException, begin: TracebackType | None) -> str:
     """Name the innermost line of the user's own code: not that of a library which it called."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({Path(error.filename).name}, line {error.lineno})"
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(begin)]
+    return _innermost([(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(begin)])
+
+
+def _innermost(frames: list[tuple[str, int]]) -> str:
     own = [(name, line) for name, line in frames if not _is_library(name) and linecache.getline(name, line)]
     name, line = (own or frames or [("", 0)])[-1]
     return f" ({Path(name).name}, line {line})" if name else ""

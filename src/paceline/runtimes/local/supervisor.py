@@ -66,8 +66,7 @@ class Supervisor:
         self._running: set[int] = set()
         self._dropped: set[int] = set()  # process ids of workers that the server has dropped
         self._raised: dict[int, dict[str, Any]] = {}  # the exceptions that ended processes, by process id
-        self._finished = self._server_is_silent = False
-        self._is_over = False  # whether training is over, or was told to stop
+        self._finished = self._server_is_silent = self._is_over = False  # over: training ended, or was told to stop
 
     def start(self) -> None:
         """Start the server and all workers. Each worker has its own connection to the server."""
@@ -333,7 +332,8 @@ class Supervisor:
             heard.add(number)
             reason = INTERRUPTED if number == signal.SIGINT else TERMINATED
             self._is_over = True
-            self._report({"kind": "stopping", "reason": reason})
+            if self._folder.has_log or not is_script(self._config):  # else there is nothing to save
+                self._report({"kind": "stopping", "reason": reason})
             self._order({"kind": "stop", "reason": reason})
 
         with handle_signals(stop):

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from types import MethodType
 from typing import Any, TypeAlias, cast
 
@@ -169,6 +170,16 @@ def require_data(config: RunConfig, typed: frozenset[str], steps: int | None, nu
         raise UserError(f"{asked}: the script gives session.prepare(...) no data to divide: leave it out")
     if "epochs" in typed and steps is not None:
         raise UserError(f"--epochs {config.epochs:g}, and the script says steps={steps}: leave out one of the two")
+
+
+def require_numbers(epochs: Any, **counts: Any) -> None:
+    """Raise UserError for an argument of `prepare` that is given and is no positive number; counts are whole."""
+    kinds: dict[str, tuple[Any, type, str]] = {"epochs": (epochs, Real, "number")}
+    kinds |= {name: (value, Integral, "whole number") for name, value in counts.items()}
+    for name, (value, kind, what) in kinds.items():
+        is_number = isinstance(value, kind)
+        if value is not None and not (is_number and value > 0):
+            raise UserError(f"session.prepare(..., {name}={value!r}): give a positive {what}")
 
 
 Place: TypeAlias = tuple[tuple[int, int], ...]

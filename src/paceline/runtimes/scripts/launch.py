@@ -35,8 +35,12 @@ def settings_of_script(config: RunConfig, command: list[str]) -> tuple[RunConfig
     if not command:
         raise UserError("which script? as in 'paceline run -n 4 train.py'")
     script = Path(command[0])
+    if script.is_dir():
+        raise UserError(f"script {script} is a folder: give the script in it, as in 'paceline run {script}/train.py'")
     if not script.is_file():
         raise UserError(f"script {script} does not exist")
+    if script.suffix == ".toml":
+        raise UserError(f"{script} is a file of settings, and no script: 'paceline train {script}'")
     typed = list(given(config, SCRIPT_MAY_DECIDE))
     config = resolve_own_loop(dataclasses.replace(config, task=f"{SCRIPT}:{script.stem}"))
     require_paceline(script)

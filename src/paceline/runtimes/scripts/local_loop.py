@@ -36,6 +36,7 @@ class LocalLoop(ServedLoop):
             raise UserError(f"{what}: give it to session.prepare(model, optimizer, ...)")
         self._first = handed.optimizers[0]
         self._steps = self._samples = 0  # since the last push
+        self._weight = 0.0  # of these steps in the mean of a round
         self._missing = 0  # steps that the last push was short of those that the server counts
         self._losses: list[float] = []
         super().__init__(env, config, handed, loaders, divisions)
@@ -65,6 +66,7 @@ class LocalLoop(ServedLoop):
     ) -> Reply:
         """Count a step of the script. After as many as the last reply asks for, push the drift."""
         self._steps, self._samples = self._steps + 1, self._samples + samples
+        self._weight += samples if weight is None else weight
         if loss is not None:
             self._losses.append(loss)
         newest = self._replies[number]
@@ -72,10 +74,11 @@ class LocalLoop(ServedLoop):
 
     def _push_drift(self) -> Reply:
         losses, samples = self._losses, self._samples
+        weight = None if self._weight == samples else self._weight
         self._missing = self._replies[0].steps - self._steps
-        self._steps, self._samples, self._losses = 0, 0, []
+        self._steps, self._samples, self._weight, self._losses = 0, 0, 0.0, []
         self.bound.collect_drift()
-        return self._exchange(0, samples, sum(losses) / len(losses) if losses else None, None, [])
+        return self._exchange(0, samples, sum(losses) / len(losses) if losses else None, weight, [])
 
     def finish(self) -> None:
         """Push the steps since the last exchange, too; then as without local steps."""

@@ -27,6 +27,8 @@ from paceline.runtimes.scripts.local_loop import LocalLoop
 from paceline.runtimes.scripts.optimizer import settings_of
 from paceline.runtimes.scripts.served_loop import ServedLoop, WorkerEnv
 from paceline.runtimes.scripts.standalone import InProcessClient
+from paceline.runtimes.scripts.step_samples import StepSamples
+from paceline.runtimes.scripts.watching.notes import FirstGradients, note_end, note_first_step, note_unfinished
 from paceline.settings.features import SCRIPT_MAY_DECIDE
 from paceline.settings.resolve import resolve_own_loop
 from paceline.settings.strategies import CLASSIC, strategy_of
@@ -62,8 +64,7 @@ class Session:
         self._has_length = False  # whether `prepare` was told when training ends
         self._steps_left: int | None = None  # of a plain loop with `steps=N`
         self._iteration = self._ignored = self._empty_passes = self._num_loaders = 0
-        self._samples = [0]  # since the last push of each optimizer
-        self._last_samples = [1]  # of these pushes
+        self._samples, self._first_gradients = StepSamples(), FirstGradients()
         self._is_asked_for_steps = False  # whether the script reads `iteration`
         self._evaluates = self._is_final = False  # whether the model holds the weights that are evaluated, or saved
         self._loss: float | None = None  # of the step; None: the script did not tell it
@@ -122,8 +123,7 @@ class Session:
         """
         if self._handed is not None:
             raise UserError("session.prepare(...) was called twice: give all models, optimizers and loaders at once")
-        if (epochs is not None and not epochs > 0) or (steps is not None and steps < 1):
-            raise UserError(f"session.prepare(..., epochs={epochs}, steps={steps}): give positive numbers")
+        adopt.require_numbers(epochs, steps=steps, batch_size=batch_size)
         handed = self._handed = adopt.sort_out(things)
         self._has_length = steps is not None or epochs is not None
         self._dropouts = [part for part in handed.container.modules() if isinstance(part, AddressedDropout)]
@@ -195,7 +195,7 @@ class Session:
             "epochs": self.config.epochs if epochs or "epochs" in env.typed or (is_bare and not steps) else None,
         }
         loop = self._loop = (LocalLoop if is_local else ServedLoop)(env, self.config, handed, loaders, self._divisions)
-        self._samples, self._last_samples = ([value] * max(1, len(handed.optimizers)) for value in (0, 1))
+        self._samples = StepSamples(max(1, len(handed.optimizers)))
         self.finished = loop.join(facts, self._step_of_optimizer).finished
         self._seed_step()
         loop.bound.record_inputs(True)
@@ -284,38 +284,30 @@ class Session:
         if self.finished:
             self._ignored += 1
             has_data = self._handed is not None and bool(self._handed.data)
-            if self._ignored > len(loop.optimizers) - (not has_data):
+            again = (self._samples.most_steps - 1) * max(1, len(loop.optimizers))
+            if self._ignored > len(loop.optimizers) + again - (not has_data):
                 self._end_script()
             return
         if loss is not None:
             self._loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
-        trained = loop.settle_batches()
-        self._samples = [count + trained for count in self._samples]
-        samples = self._last_samples[number] = self._samples[number] or self._last_samples[number]
+        self._samples.draw(loop.settle_batches())
+        samples, as_before = self._samples.take(number)
+        weight = as_before if weight is None else weight
         if not loop.has_stepped:
-            self._note_steps_made(loop)
-            if loop.ignores_loaders and self.is_main:
-                what = "a step, and no batch came from what session.prepare(...) returned for the loader"
-                print(f"{what}: every worker reads all data; let the loop read that one", file=sys.stderr)
+            counts_alone = not (self._has_length or self._is_asked_for_steps or (self._handed and self._handed.data))
+            note_first_step(self.worker, loop.step_number if counts_alone else 0, loop.ignores_loaders)
+        if self.is_main:
+            self._first_gradients.look(loop.bound.parameters)
         reply = loop.push(number, samples, self._loss, weight, *scaling)
-        self._loss, self.finished, self._samples[number] = None, reply.finished, 0
+        self._loss, self.finished = None, reply.finished
         if not number:
             self._seed_step()
-
-    def _note_steps_made(self, loop: ServedLoop) -> None:
-        """After a restart, say so if the loop may count from 0 again: it has no loader or budget, and did not ask."""
-        counts_alone = self._handed is not None and not self._handed.data and not self._has_length
-        if loop.step_number and counts_alone and not self._is_asked_for_steps:
-            what = f"worker {self.worker} goes on after {loop.step_number} steps, and its loop has not asked for them"
-            print(f"{what}: one that counts its steps starts at session.iteration", file=sys.stderr)
 
     def _end_script(self) -> None:
         """End a loop that goes on after the training is over; a loop over a loader ends by itself."""
         if not self._is_final:
             self.finish()
-        if self.is_main:
-            what = "training is over, and the loop goes on: the script ends here"
-            print(f"{what}; leave the loop when session.finished is true to run what follows it", file=sys.stderr)
+        note_end(self.worker)
         raise TrainingOver(0)
 
     def _require_prepared(self, call: str) -> ServedLoop | None:
@@ -375,6 +367,8 @@ class Session:
     def end(self) -> None:
         """Do what `finish` does, at the end of a script that has made steps and did not call it."""
         if self._loop is not None and self._made and not self._is_final:
+            if not self._loop.is_drained:
+                note_unfinished(self.worker)
             self.finish()
 
     def report(self, **figures: float | Tensor) -> None:

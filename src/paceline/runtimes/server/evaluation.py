@@ -107,6 +107,11 @@ class Evaluator:
             self._best.save_if_best(self._server, last)
         return scores
 
+    def chosen_on(self, was_met: bool) -> str | None:
+        """The data by which the best weights were chosen, or the run ended as its target `was_met`; None: nothing."""
+        has_data = self._task is not None and (self._part != "test" or self._task.test is not None)
+        return self._part if has_data and (self._best is not None or was_met) else None
+
     def _final_parts(self, diverged: bool, stop_reason: str | None) -> Iterator[str]:
         """Every part after a finished run, the test data after Ctrl-C, nothing if the machine is being taken away."""
         if self._task is None or diverged or stop_reason in (ALL_GONE, NOT_COME, TERMINATED):

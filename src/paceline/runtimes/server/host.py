@@ -256,10 +256,6 @@ class Host:
         """Write the event of a worker that was disconnected because of what it sent."""
         self.events.write("expelled", self.clock.now(), worker=worker, why=why)
 
-    def look_for_requests(self) -> None:
-        """Carry out the requests in the run's folder, as of `paceline drain`."""
-        self.requests.look()
-
     def _has_left(self, worker: int) -> bool:
         member = self.server.members.get(worker)
         return self.server.finished or member is None or not member.live or member.released
@@ -316,7 +312,7 @@ class Host:
         """Report progress, look for requests and trackers, and write the accounting row if it is due."""
         self._progress.tell(self.clock.now(), with_norm=not self._runtime.is_sharded)
         if not self._is_virtual:
-            self.look_for_requests()
+            self.requests.look()
         self._trackers.poll()
         self._account_rows.write_if_due(self._progress.next_share)
 
@@ -341,45 +337,49 @@ class Host:
         if self._goal is not None and self._goal.is_met(self.reported.goal_value(self._goal.metric, self.lost)):
             self.stop(self._goal.reason)
 
+    def save_finished(self) -> None:
+        """Save a finished run while its scripts still run, and report that; `finish` adds what they measure by then."""
+        if status_of(self.server, self.stop_reason) == "finished":
+            self.folder.write_result(self._save({}))
+            self._report({"kind": "saved"})
+
     def finish(self, found: dict[str, Any] | None = None) -> dict[str, Any]:
         """Score and save the weights, and write the result (with `found` in it) last of all; returns the result."""
         self.clock.halt()
         self.requests.look(is_ending=True)
+        self._account_rows.write()
+        if (timing := self.timings.row(self.server.pushes)) is not None:
+            self.events.write("timing", self.clock.now(), **timing)
+        result = self._save(found or {})
+        try:
+            self.events.write("run_ended", self.clock.now(), status=result["status"], updates=self.server.version)
+            self.folder.write_result(result)
+            self._values.close(remove=result["status"] == "finished")
+        except OSError as error:
+            raise self._disk_error(error) from None
+        self._trackers.end(hurry=self.stop_reason == TERMINATED)
+        return result
+
+    def _save(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Score and save the weights, and return the result, with `found` in it."""
         self._runtime.gather()
         status = status_of(self.server, self.stop_reason)
-        self._account_rows.write()
-        timing = self.timings.row(self.server.pushes)
-        if timing is not None:
-            self.events.write("timing", self.clock.now(), **timing)
-            found = {"utilisation": self.timings.shares(self.server.num_workers), **(found or {})}
+        if self.timings.row(self.server.pushes) is not None:
+            found = {"utilisation": self.timings.shares(self.server.num_workers), **found}
         scores = self._evaluator.final_scores(status == "diverged", self.stop_reason)
         if status == "finished" and (why := self._why_collapsed(scores)) is not None:
-            status, found = COLLAPSED, {**(found or {}), "status": COLLAPSED, "reason": why}
+            found = {**found, "status": COLLAPSED, "reason": why}
         try:
             if status == "stopped" and self.server.can_checkpoint and not self.config.timing_only:
                 self.checkpoint()
             self._checkpoints.writer.wait()
             self._checkpoints.complain(self.clock.now())
             tensors = save_weights(self.folder, self.server, self._trained)
-            model = self._trained if isinstance(self._trained, TimingModel) else self._trained.layout
-            measured = scores, tensors, model.num_parameters, self.stop_reason, self._notes.lost
-            more = *self._more_rows(), found or {}, self._facts
-            result = make_result(self.config, self.server, self.clock.now(), *measured, *more)
-            self.events.write("run_ended", self.clock.now(), status=status, updates=self.server.version)
-            self.folder.write_result(result)
-            self._values.close(remove=status == "finished")
         except OSError as error:
             raise self._disk_error(error) from None
-        self._trackers.end(hurry=self.stop_reason == TERMINATED)
-        return result
-
-    @property
-    def _chosen_on(self) -> str | None:
-        """The data by which the best weights were chosen or the run was ended; None if it chose nothing."""
-        was_met = self._goal is not None and self.stop_reason == self._goal.reason
-        part, chooses = chosen_part(self.config), self._best is not None or was_met
-        has_data = self.task is not None and (part != "test" or self.task.test is not None)
-        return part if chooses and has_data else None
+        model = self._trained if isinstance(self._trained, TimingModel) else self._trained.layout
+        facts = scores, tensors, model.num_parameters, self.stop_reason, self._notes.lost
+        return make_result(self.config, self.server, self.clock.now(), *facts, *self._more_rows(), found, self._facts)
 
     def _why_collapsed(self, scores: dict[str, Scores | None]) -> str | None:
         path, config = self.folder.arrivals_file, self.config
@@ -390,7 +390,7 @@ class Host:
         return [
             {"deals": self._notes.generation} if self.server.assignments is not None else {},
             self._checkpoints.upkeep(),
-            {"chosen_on": self._chosen_on},
+            {"chosen_on": self._evaluator.chosen_on(self._goal is not None and self.stop_reason == self._goal.reason)},
             {"best": self._best.found} if self._best is not None else {},
             self.reported.rows(self.lost),
         ]

@@ -110,13 +110,16 @@ class EventRecorder:
         return pushes
 
     def findings(self, found: list[Finding], now: float) -> None:
-        """Write what the guard found; of what does not expel, tell only the first of the first few workers."""
+        """Write what the guard found; of what does not expel, tell only the first of the first few workers.
+
+        Of pushes that are not finite, tell the first alone: those of other workers have the same cause.
+        """
         for worker, kind, why in found:
             self._found[kind, worker] += 1
             often, workers = self._found[kind, worker], sum(one == kind for one, _ in self._found)
             if kind == "expelled" or often <= MAX_ROWS:
                 self._events.write(kind, now, worker=worker, why=why)
-            if kind == "expelled" or (often == 1 and workers <= MAX_TOLD):
+            if kind == "expelled" or (often == 1 and workers <= (1 if kind == "not_finite" else MAX_TOLD)):
                 verb = {"expelled": " is expelled", "suspicious": " looks suspicious"}.get(kind, "")
                 too = (
                     "; several workers do, so the steps may be too long" if kind == "suspicious" and workers > 1 else ""

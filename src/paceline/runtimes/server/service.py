@@ -90,7 +90,7 @@ class Dispatcher:
         self._checked, self._excused = now, stalls.extended
         if host.server.finished:
             return
-        host.look_for_requests()
+        host.requests.look()
         while host.requests.to_drop:
             worker = host.requests.to_drop.pop()
             drop(worker, f"worker {worker} is dropped, as 'paceline drain --now' asked")
@@ -138,7 +138,7 @@ class Dispatcher:
         if self._host.work is not None:
             least = most = self._host.work.samples_of(self._host.server.last_answer(push.worker), self._host.config)
         else:
-            least, most = 1, self._loop_samples[push.worker]
+            least, most = int(push.weight is None), self._loop_samples[push.worker]
         if not least <= push.samples <= most:
             asked = f"{most}" if least == most else f"at most {most}"
             raise ProtocolError(f"worker {push.worker} counted {push.samples} samples in a batch of {asked}")

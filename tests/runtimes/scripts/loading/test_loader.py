@@ -360,7 +360,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "batches of none": (torch.zeros(8, 1), {"batch_size": 0}, "batch_size=0"),
     "a number": (5, {}, "int has no length or cannot be indexed"),
     "no length": (Unsized(), {}, "Unsized has no length or cannot be indexed"),
-    "too large a batch": (NUMBERS, {"batch_size": 101}, "there are only 100 samples"),
+    "too large a batch": (NUMBERS, {"batch_size": 101}, "batches of 101: there are only 100 samples"),
+    "one sample": (torch.zeros(1, 1), {"batch_size": 2}, r"loader\): batches of 2: there is only 1 sample; use"),
     "batches changed on the way": (Doubling(NUMBERS, 8), {}, "Doubling has an __iter__ of its own"),
     "columns": (DataLoader({"x": torch.zeros(8, 1)}, 4), {}, "give the dict itself"),  # type: ignore[arg-type]
     "another size": (DataLoader(NUMBERS, 8), {"batch_size": 4}, "batch_size=4, and the loader has 8: leave it out"),

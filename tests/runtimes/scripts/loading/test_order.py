@@ -272,7 +272,8 @@ REFUSED: dict[str, tuple[Callable[[], DataLoader[Any]], str]] = {
     ),
     "numbers below 0": (lambda: DataLoader(DATA, 2, sampler=[3, -1]), "drew sample -1 of 100"),
     "batches that are none": (lambda: DataLoader(DATA, batch_sampler=[1, 2]), "must yield sample numbers"),
-    "no batch": (lambda: DataLoader(DATA, 8, sampler=range(7), drop_last=True), "makes 0 batches for 1 workers"),
+    "no batch": (lambda: DataLoader(DATA, 8, sampler=range(7), drop_last=True), "makes 0 batches for 1 worker:"),
+    "no sample": (lambda: DataLoader(TensorDataset(torch.zeros(0, 1)), 8), "the loader has no samples: its Sequential"),
 }
 
 

@@ -189,9 +189,13 @@ class DrawnOrder:
         batches, samples = self._batches, sum(map(len, chunk))
         total = len(chunk) if ended else batches.num_batches
         needed = 1 if self._full else self._most
+        if not chunk and length_of(batches.sampler) == 0:
+            what = f"session.prepare(..., loader): the loader has no samples: its {batches.name} draws none"
+            raise UserError(f"{what}; is the path of the data right, or a filter of it?")
         if (total is not None and total < needed) or not chunk:
-            what = f"session.prepare(..., loader): its {batches.name} makes {total or 0} batches"
-            raise UserError(f"{what} for {needed} workers: use smaller batches, fewer workers or more data")
+            made = f"{total or 0} batch{'es' * (total != 1)} for {needed} worker{'s' * (needed > 1)}"
+            what = f"session.prepare(..., loader): its {batches.name} makes {made}"
+            raise UserError(f"{what}: use smaller batches, fewer workers or more data")
         mean = samples / len(chunk)
         whole = samples if ended else batches.num_samples
         if whole is None and total is not None:

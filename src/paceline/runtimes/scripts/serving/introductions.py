@@ -29,6 +29,7 @@ from paceline.runtimes.scripts.serving.server import (
     host_of_loops,
     learn,
     loop_sizes,
+    nothing_trained,
     saved_at_mistakes,
 )
 from paceline.runtimes.server.admission import CEILING_SECONDS, REMIND_SECONDS, Admission
@@ -161,7 +162,7 @@ class Introductions:
 
     def _on_stop(self) -> None:
         reason = self._control.receive()[0]["reason"]
-        raise RunFailed(f"{reason}, before a script had called session.prepare(...): nothing was trained")
+        raise nothing_trained(reason, "a script had called session.prepare(...)")
 
     def _remind(self, seconds: float) -> None:
         if self._wait_seconds is not None and seconds > self._wait_seconds:

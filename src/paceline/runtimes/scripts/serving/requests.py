@@ -110,6 +110,9 @@ class LoopRequests(LoopService):
         self._host, self._connected, self._awaits_worker = host, connected, awaits_worker
         self._statistics = FinalStatistics(host.server, model)
         self._ending: dict[int, ScriptPeer] = {}  # workers that wait for the final weights
+        self._at_end: set[int] = set()  # workers that have them
+        self._has_statistics = not model.state_layout.parameters  # whether those of the final weights are known
+        self._is_saved = False
         self._stop_reason = ALL_GONE
         self._first_pushes = FirstPushes(host.server.num_workers) if _needs_other_data(host) else None
 
@@ -186,8 +189,14 @@ class LoopRequests(LoopService):
             worker = min(self._ending)
             host.handle(ReadWeights(worker, final=True))
             self._statistics.read(self._ending.pop(worker))
+            self._at_end.add(worker)
         if self._statistics.all_came(connected.values()):
             self._statistics.answer(connected.values())
+            self._has_statistics = True
+        is_over = host.server.finished and self._has_statistics and connected and connected.keys() <= self._at_end
+        if is_over and not self._is_saved and host.server.pushes:  # the scripts go on: they may be ended, or killed
+            self._is_saved = True
+            host.save_finished()
 
 
 def _needs_other_data(host: Host) -> bool:

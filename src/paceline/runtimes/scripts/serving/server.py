@@ -21,11 +21,13 @@ from paceline.core.own_loop.compression import largest_capacities
 from paceline.core.own_loop.settings import LoopLayout
 from paceline.core.own_loop.torch_optimizer import OptimizerFailed
 from paceline.core.server import Server
-from paceline.errors import DiskError, ProtocolError, RunFailed, UserError
+from paceline.core.worker import LocalWorker
+from paceline.errors import DiskError, Interrupted, PacelineError, ProtocolError, RunFailed, UserError
 from paceline.interfaces import Layout, Report
 from paceline.runs.folder import ALL_GONE, LOOPS_ENDED, RunFolder
 from paceline.runs.recording import ScriptCall
 from paceline.runs.recovery import kept_pushes, rebuild
+from paceline.runs.result import status_of
 from paceline.runtimes.scripts.adopt import MAX_NAME
 from paceline.runtimes.scripts.optimizer import MAX_OPTIMIZERS, split_states
 from paceline.runtimes.scripts.serving.agreement import expected_facts, require_same_loops
@@ -35,6 +37,7 @@ from paceline.runtimes.server.process import reporting
 from paceline.runtimes.server.runtime import Peers, Runtime
 from paceline.runtimes.server.service import Service, SupervisorChannel
 from paceline.settings.features import SCRIPT_MAY_DECIDE
+from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.tasks.script_model import ScriptModel, load_tensors
 from paceline.transports.frames import (
     ANYTHING,
@@ -199,7 +202,7 @@ def saved_at_mistakes(host: Host) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if isinstance(error, DiskError) or isinstance(error.__cause__, OptimizerFailed) or not host.server.pushes:
+        if isinstance(error, DiskError) or isinstance(error.__cause__, OptimizerFailed) or discard_untrained(host):
             raise
         host.stop(str(error))
         result = host.finish()
@@ -207,12 +210,37 @@ def saved_at_mistakes(host: Host) -> Iterator[None]:
         raise RunFailed(f"{error}: {host.folder.stopped_hint(result)}") from error
 
 
+def nothing_trained(reason: str, before: str) -> PacelineError:
+    """The error of a run that was stopped before something; with the exit code of Ctrl-C if that was the reason."""
+    kind = Interrupted if reason in (INTERRUPTED, TERMINATED) else RunFailed
+    return kind(f"{reason}, before {before}: nothing was trained")
+
+
+def discard_untrained(host: Host) -> bool:
+    """Whether a new run has made no update. Then its log is removed, so that its folder counts as unstarted."""
+    server = host.server
+    if server.version or server.divergence is not None or host.first_incarnation:
+        return not server.pushes
+    host.close()
+    host.folder.arrivals_file.unlink(missing_ok=True)
+    return True
+
+
 def finish_loops(host: Host) -> dict[str, Any]:
-    """Save the weights and the result after the last script has left, and close the host; return the result."""
-    if not host.server.pushes:
+    """Save the weights and the result after the last script has left, and close the host; return the result.
+
+    A run that was stopped before its first update leaves nothing: RunFailed, or Interrupted by Ctrl-C.
+    """
+    reason = host.stop_reason
+    is_early = (
+        reason not in (None, ALL_GONE) and status_of(host.server, reason) == "stopped" and discard_untrained(host)
+    )
+    if not host.server.pushes or is_early:
         host.close()
-        if host.stop_reason not in (None, ALL_GONE) and not str(host.stop_reason).startswith(LOOPS_ENDED):
-            raise RunFailed(f"{host.stop_reason}, before the first step of a script: nothing was trained")
+        if reason not in (None, ALL_GONE) and not str(reason).startswith(LOOPS_ENDED):
+            raise nothing_trained(
+                str(reason), "the first update" if host.server.pushes else "the first step of a script"
+            )
         raise UserError(NO_STEP)
     result = host.finish()
     host.close()
@@ -235,7 +263,7 @@ def _gather(control: SupervisorChannel, config: RunConfig, awaited: set[int]) ->
             if key.data is None:
                 order, fds = control.receive()
                 if order["kind"] == "stop":
-                    raise RunFailed("stopped before the scripts had called session.prepare(...)")
+                    raise nothing_trained(order["reason"], "a script had called session.prepare(...)")
                 worker = order["worker"]
                 if worker in found:  # its process has ended since
                     found.pop(worker)[0].close()
