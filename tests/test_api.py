@@ -20,6 +20,7 @@ import paceline
 def build() -> paceline.Task: ...
 
 paceline.train(build, strategy="sync", workers=2, lr=1, runs="here", track="csv", betas=(0.9, 0.99), scale_lr=2)
+paceline.train(build, epochs=None, strategy=None, betas=None)
 paceline.train(build, strategi="async")
 paceline.train(build, workers="2")
 paceline.train(3)
@@ -46,7 +47,7 @@ def test_a_type_checker_refuses_wrong_names_and_types(tmp_path: Path) -> None:
     arguments = ["--config-file", config, "--follow-imports", "silent", "--cache-dir", str(tmp_path / "cache")]
     found, _, _ = api.run([*arguments, str(tmp_path / "snippet.py")])
     errors = [line for line in found.splitlines() if ": error:" in line]
-    assert [line.split(":")[1] for line in errors if "empty-body" not in line] == ["7", "8", "9"], found
+    assert [line.split(":")[1] for line in errors if "empty-body" not in line] == ["8", "9", "10"], found
     assert 'Unexpected keyword argument "strategi"' in found and "supervised.SupervisedTask" in found
 
 
@@ -62,6 +63,21 @@ def test_a_type_checker_refuses_wrong_names_and_types(tmp_path: Path) -> None:
 def test_wrong_arguments_are_told_in_one_line(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(paceline.UserError, match=message):
         paceline.train(**settings)
+
+
+@pytest.mark.parametrize("name", [name for name in FIELDS if name not in SIMULATED_ONLY])
+def test_none_is_the_default_of_every_setting(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[paceline.RunConfig] = []
+
+    def launch(config: paceline.RunConfig, *others: object) -> None:
+        started.append(config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.api.launch", launch)
+    settings: Any = {name: None}
+    with pytest.raises(KeyboardInterrupt):
+        paceline.train(**settings)
+    assert started == [paceline.RunConfig()]
 
 
 def needy(size: int, depth: int = 2) -> None:

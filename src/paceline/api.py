@@ -31,9 +31,9 @@ def train(
     In a notebook, too, it is in a module, unless the workers are in this process (strategy classic, device cuda).
     Without `build`, `model` and `dataset` name built-in ones. `settings` are the flags of `paceline train`.
 
-    Flags are written with underscores, as in `strategy="async"`, `batch_size=64`; `quiet` shows no progress. A mistake
-    is a `UserError`; a run that diverges or learns nothing returns, with `status` "diverged" or "collapsed", and its
-    `reason` is printed as by the command line.
+    Flags are written with underscores, as in `strategy="async"`, `batch_size=64`; None is the default of each. `quiet`
+    shows no progress. A mistake is a `UserError`; a run that diverges or learns nothing returns, with `status`
+    "diverged" or "collapsed", and its `reason` is printed as by the command line.
     """
     try:
         return _train(build, quiet, settings)
@@ -45,7 +45,7 @@ def _train(build: Callable[[], SupervisedTask] | str | None, quiet: bool, settin
     for name in settings:
         if name not in FIELDS:
             raise unknown_name("setting", name, FIELDS)
-    config = RunConfig(**settings)
+    config = RunConfig(**{name: value for name, value in settings.items() if value is not None})
     if build is not None:
         if not callable(build) and not isinstance(build, str):
             what = f"build is {type(build).__name__}"
@@ -74,6 +74,7 @@ def settings_of_train() -> list[inspect.Parameter]:
             if spec.metadata["metavar"] in ("DIR", "FILE"):
                 wanted = wanted.replace("str", "str | PathLike[str]")
             wanted = wanted.replace("list[float]", "list[float] | tuple[float, ...]")
+            wanted = wanted if wanted.endswith("None") else f"{wanted} | None"
             found.append(inspect.Parameter(name, kind, default=getattr(untouched, name), annotation=wanted))
     return found
 
