@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,9 @@ BASIC = (
 )
 """Settings that --help shows of a verb with many; --help-all shows the rest."""
 
+_NEGATIVE = re.compile(r"-(\.?\d|inf|nan)")
+"""How a word begins that is a value below zero, and no flag."""
+
 
 class Parser(argparse.ArgumentParser):
     """The arguments of one verb. A mistake is a UserError that offers the nearest flag."""
@@ -46,6 +50,7 @@ class Parser(argparse.ArgumentParser):
         self._advanced: list[argparse.Action] = []
         super().__init__(f"paceline {verb}", usage, description, add_help=False, allow_abbrev=False)
         self._groups: dict[str | None, Any] = {None: self}
+        self._negative_number_matcher = _NEGATIVE  # of argparse, which takes -1 for a value but -5ms for a flag
         self.add("-h/--help", "show this help message and exit", action="help")
         self.add("--help-all", argparse.SUPPRESS, action=_HelpAll, nargs=0, default=argparse.SUPPRESS)
 
