@@ -6,6 +6,7 @@ import dataclasses
 import struct
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
