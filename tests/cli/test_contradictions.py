@@ -66,6 +66,8 @@ def test_staleness_is_a_cause_of_a_divergence_only_if_pushes_can_be_stale(name: 
     config = small_config(tmp_path, strategy=form, workers=1 if name == "classic" else 2)
     with_run = RecordedRun(config)
     try:
+        assert "stale" not in why_diverged(config, with_run.server).lower()  # none has been stale yet
+        with_run.server.staleness[1] += 1
         why = why_diverged(config, with_run.server)
     finally:
         with_run.host.close()

@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 from paceline.analysis.collapse import COLLAPSED, logged_losses, why_collapsed
+from paceline.analysis.non_finite import non_finite_row
 from paceline.analysis.reported import ReportedMetrics
 from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig
@@ -348,8 +349,7 @@ class Host:
         self._runtime.gather()
         status = status_of(self.server, self.stop_reason)
         self._account_rows.write()
-        timing = self.timings.row(self.server.pushes)
-        if timing is not None:
+        if (timing := self.timings.row(self.server.pushes)) is not None:
             self.events.write("timing", self.clock.now(), **timing)
             found = {"utilisation": self.timings.shares(self.server.num_workers), **(found or {})}
         scores = self._evaluator.final_scores(status == "diverged", self.stop_reason)
@@ -389,9 +389,9 @@ class Host:
         """Rows of the result that only some runs have."""
         return [
             {"deals": self._notes.generation} if self.server.assignments is not None else {},
-            self._checkpoints.upkeep(),
-            {"chosen_on": self._chosen_on},
+            {**self._checkpoints.upkeep(), "chosen_on": self._chosen_on},
             {"best": self._best.found} if self._best is not None else {},
+            non_finite_row(self.config, self.server, self.task, self.work),
             self.reported.rows(self.lost),
         ]
 
