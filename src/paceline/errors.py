@@ -148,7 +148,8 @@ def wrong_type(name: str, value: object, kind: str) -> UserError:
     workers = "2": write a whole number without quotes, as in 2
     """
     shown = f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else repr(value)
-    return UserError(f"{name} = {shown}: write {KINDS_IN_WORDS[kind]}")
+    wanted = KINDS_IN_WORDS[kind] if isinstance(value, str) else KINDS_IN_WORDS[kind].replace(" without quotes", "")
+    return UserError(f"{name} = {shown}: write {wanted}")
 
 
 def nearest_names(asked: str, known: Iterable[str], most: int = 3) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from paceline.config import FIELDS, RunConfig, is_url, read_toml
 from paceline.errors import UserError, nearest_names, unknown_name
 from paceline.reports.console import Console
+from paceline.settings.features import require_effect
 from paceline.system.terminal import UNLIMITED_WIDTH, fold_help, terminal_width
 
 NARROW = 60  # columns below which the help of a flag stands under it
@@ -264,5 +265,7 @@ def run_to_read(run: str, console: Console) -> Iterator[str]:
 def config_from(parsed: argparse.Namespace, file: str | None, base: dict[str, Any] | None = None) -> RunConfig:
     """Return the settings of `base`, of the file and of the flags given; a later one wins."""
     values = {**(base or {}), **(read_toml(Path(file)) if file is not None else {})}
-    values |= {name: getattr(parsed, name) for name in FIELDS if getattr(parsed, name, None) is not None}
-    return RunConfig(**values)
+    flags = {name: getattr(parsed, name) for name in FIELDS if getattr(parsed, name, None) is not None}
+    config = RunConfig(**{**values, **flags})
+    require_effect(config, flags)
+    return config
