@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -217,3 +218,21 @@ def test_a_target_that_an_evaluation_missed_is_said(capsys: Said) -> None:
     assert main([*TRAIN, "--epochs", "0.1", *evaluated]) == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "paceline: target accuracy 99.9 % was not reached: at the end it was" in said
+
+
+def test_a_run_whose_settings_have_no_effect_replays_and_its_lost_result_is_written_again(
+    tmp_path: Path, capsys: Said
+) -> None:
+    """Its config.toml holds what a new run is refused; the advice of a damaged result works."""
+    (tmp_path / "run.toml").write_text('optimizer = "adam"\nmomentum = 0.5\nsteps = 3\nepochs = 2\n')
+    assert main([TRAIN[0], "run.toml", *TRAIN[1:], "--name", "old", "--score", "test"]) == 0
+    assert main(["replay", "runs/old"]) == 0
+    file = tmp_path / "runs/old/result.json"
+    before = json.loads(file.read_text())
+    file.write_text("{")
+    capsys.readouterr()
+    assert main(["status", "runs/old"]) == 2
+    assert "remove this file, then 'paceline resume runs/old' continues" in capsys.readouterr().err
+    file.unlink()
+    assert main(["resume", "runs/old"]) == 0
+    assert json.loads(file.read_text())["weights_sha256"] == before["weights_sha256"]

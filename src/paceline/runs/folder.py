@@ -269,7 +269,10 @@ class RunFolder:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise UserError(f"{self.result_file} cannot be read ({error}): the run folder is damaged") from None
+            remedy = f"remove this file, then {self.resume_hint(self.config())}"
+            raise UserError(
+                f"{self.result_file} cannot be read ({error}): the run folder is damaged; {remedy}"
+            ) from None
         found: dict[str, Any] = escape_texts(result)
         return found
 
