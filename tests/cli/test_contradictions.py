@@ -236,3 +236,19 @@ def test_a_run_whose_settings_have_no_effect_replays_and_its_lost_result_is_writ
     file.unlink()
     assert main(["resume", "runs/old"]) == 0
     assert json.loads(file.read_text())["weights_sha256"] == before["weights_sha256"]
+
+
+def test_a_task_that_calls_sys_exit_does_not_pretend_success(tmp_path: Path, capsys: Said) -> None:
+    (tmp_path / "exits.py").write_text(
+        "import sys, torch, paceline\n"
+        "calls = []\n"
+        "def loss(outputs, targets):\n"
+        "    calls.append(1)\n"
+        "    return sys.exit(0) if len(calls) > 9 else torch.nn.functional.cross_entropy(outputs, targets)\n"
+        "def build():\n"
+        "    data = torch.zeros(400, 2), torch.zeros(400, dtype=torch.int64)\n"
+        "    return paceline.Task(torch.nn.Linear(2, 2), loss, train=data)\n"
+    )
+    assert main(["train", "--task", "exits.py:build", *TRAIN[5:], "--name", "it"]) == 1
+    assert "paceline: sys.exit(0) (exits.py, line 5)" in capsys.readouterr().err
+    assert json.loads((tmp_path / "runs/it/result.json").read_text())["status"] == "stopped"
