@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paceline.config import FIELDS, RunConfig, is_url, read_toml
+from paceline.config import FIELDS, SIMULATED_ONLY, RunConfig, is_url, read_toml
 from paceline.errors import UserError, nearest_names, unknown_name
 from paceline.reports.console import Console
 from paceline.settings.features import require_effect
@@ -140,6 +140,9 @@ class Parser(argparse.ArgumentParser):
         if not unknown.startswith("-"):
             return f"unexpected argument '{unknown}'; see '{self.prog} --help'"
         flag = unknown.partition("=")[0]
+        if (name := flag.removeprefix("--").replace("-", "_")) in FIELDS:
+            verb = "simulate" if name in SIMULATED_ONLY else "train"
+            return f"unknown flag '{flag}': it is one of 'paceline {verb}'; see '{self.prog} --help'"
         near = nearest_names(flag, self._flags(), most=2)
         offer = f"did you mean {' or '.join(near)}? " if near else ""
         return f"unknown flag '{flag}': {offer}see '{self.prog} --help'"

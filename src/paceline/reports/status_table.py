@@ -71,8 +71,8 @@ def _run_line(status: RunStatus) -> str:
     if status.reason:
         parts[0] += f" ({status.reason})"
     if status.updates:
-        more = " or later, as its log tells" if status.status == "killed" else ""
-        parts.append(f"update {status.updates:,}{more}")
+        least = "at least " if status.status == "killed" else ""  # its log may hold more than its last event
+        parts.append(f"{least}update {status.updates:,}")
     if status.fraction is not None:
         parts.append(f"{100 * status.fraction:.0f} % of the budget")
     if status.rate:

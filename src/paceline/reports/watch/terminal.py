@@ -14,7 +14,7 @@ from paceline.analysis.status import UNDER_WAY, RunSnapshot, RunStatus
 from paceline.reports.sentences import event_sentence
 from paceline.reports.status_table import MAX_LETTERS, MAX_WORKERS, format_run, format_workers
 from paceline.reports.watch.sources import RunSource, pause_after
-from paceline.system.terminal import printable, seconds_text
+from paceline.system.terminal import loss_text, printable, seconds_text
 
 PLAIN_SECONDS = 10.0
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -110,7 +110,7 @@ def _score(row: dict[str, Any], weights: str) -> str | None:
         if accuracy is not None:
             return f"{part.capitalize()} accuracy {accuracy:.2f} % ({weights} weights)"
         if loss is not None:
-            return f"{part.capitalize()} loss {loss:.4f} ({weights} weights)"
+            return f"{part.capitalize()} loss {loss_text(loss)} ({weights} weights)"
     return None
 
 
@@ -122,7 +122,7 @@ def view(snapshot: RunSnapshot, history: RunHistory, width: int, height: int) ->
     if status.fraction is not None:
         lines.append(StyledLine(f"{bar(status.fraction, width - 6)} {100 * status.fraction:3.0f} %", style))
     if history.losses:
-        now = f"loss {history.losses[-1]:.4f} "
+        now = f"loss {loss_text(history.losses[-1])} "
         lines.append(StyledLine(now + sparkline(history.losses, width - len(now)), "cyan"))
     newest = reversed(sentences(events, status.weights)[-MAX_EVENTS:])
     latest = [StyledLine(_shorten(f"{seconds_text(now):>7}  {text}", width), "dim") for now, text in newest]
@@ -170,7 +170,7 @@ def plain_line(status: RunStatus, history: RunHistory) -> str:
     if status.updates:
         parts.append(f"update {status.updates:,}")
     if history.losses:
-        parts.append(f"loss {history.losses[-1]:.4f}")
+        parts.append(f"loss {loss_text(history.losses[-1])}")
     if status.rate:
         parts.append(f"{status.rate:,.0f} samples/s")
     return printable(", ".join([*parts, *status.damaged]), MAX_LETTERS)
