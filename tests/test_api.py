@@ -9,6 +9,8 @@ from typing import Any
 
 import generate_stub
 import pytest
+import torch
+from torch import nn
 
 import paceline
 from paceline.api import importable_name
@@ -20,6 +22,7 @@ import paceline
 def build() -> paceline.Task: ...
 
 paceline.train(build, strategy="sync", workers=2, lr=1, runs="here", track="csv", betas=(0.9, 0.99), scale_lr=2)
+paceline.train(build, epochs=None, strategy=None, betas=None)
 paceline.train(build, strategi="async")
 paceline.train(build, workers="2")
 paceline.train(3)
@@ -46,7 +49,7 @@ def test_a_type_checker_refuses_wrong_names_and_types(tmp_path: Path) -> None:
     arguments = ["--config-file", config, "--follow-imports", "silent", "--cache-dir", str(tmp_path / "cache")]
     found, _, _ = api.run([*arguments, str(tmp_path / "snippet.py")])
     errors = [line for line in found.splitlines() if ": error:" in line]
-    assert [line.split(":")[1] for line in errors if "empty-body" not in line] == ["7", "8", "9"], found
+    assert [line.split(":")[1] for line in errors if "empty-body" not in line] == ["8", "9", "10"], found
     assert 'Unexpected keyword argument "strategi"' in found and "supervised.SupervisedTask" in found
 
 
@@ -57,11 +60,35 @@ def test_a_type_checker_refuses_wrong_names_and_types(tmp_path: Path) -> None:
         ({"workers": "2"}, r'workers = "2": write a whole number without quotes, as in 2'),
         ({"build": 3}, "build is int: give the function that returns the task"),
         ({"build": lambda: None}, "make it a function at the top of a module"),
+        ({"build": nn.Linear(8, 2)}, "build is the model Linear: give the function that returns a paceline.Task"),
+        ({"build": nn.Linear}, "build is the model Linear: give the function that returns a paceline.Task"),
+        ({"build": "m:f", "task": "m:f"}, "build and task = m:f both name the task"),
+        ({"build": "m:f", "model": "cnn"}, "--model cnn: your own task brings its model and its data; leave it out"),
+        ({"optimizer": "adam", "momentum": 0.5}, "--momentum 0.5 is a setting of sgd, rmsprop, lars, muon, and the"),
+        ({"optimizer": torch.optim.Adam}, 'optimizer is torch\'s Adam: .*, as in optimizer="adam"'),
+        ({"optimizer": torch.optim.Adagrad}, "optimizer is torch's Adagrad: .*; known are: sgd, adam"),
+        ({"workers": 2.5}, "workers = 2.5: write a whole number, as in 2"),
+        ({"device": torch.device("meta")}, "unknown device 'meta'"),
     ],
 )
 def test_wrong_arguments_are_told_in_one_line(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(paceline.UserError, match=message):
         paceline.train(**settings)
+
+
+@pytest.mark.parametrize("name", [name for name in FIELDS if name not in SIMULATED_ONLY])
+def test_none_is_the_default_of_every_setting(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[paceline.RunConfig] = []
+
+    def launch(config: paceline.RunConfig, *others: object) -> None:
+        started.append(config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.api.launch", launch)
+    settings: Any = {name: None}
+    with pytest.raises(KeyboardInterrupt):
+        paceline.train(**settings)
+    assert started == [paceline.RunConfig()]
 
 
 def needy(size: int, depth: int = 2) -> None:
@@ -72,6 +99,19 @@ def test_a_build_function_with_arguments_is_refused_before_a_process_starts() ->
     with pytest.raises(paceline.UserError, match="build 'needy' needs size, but is called without"):
         importable_name(needy)
     assert sys.modules[__name__].needy is needy
+
+
+def test_a_device_of_torch_is_taken_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[paceline.RunConfig] = []
+
+    def launch(config: paceline.RunConfig, *others: object) -> None:
+        started.append(config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.api.launch", launch)
+    with pytest.raises(KeyboardInterrupt):
+        paceline.train(device=torch.device("cpu"))
+    assert started[0].device == "cpu"
 
 
 @pytest.mark.parametrize("settings", [{"strategy": "asyncx"}, {"strategy": "classic", "target": "loss=3"}])

@@ -174,7 +174,8 @@ def test_every_setting_has_a_flag_that_sets_it() -> None:
     for name, spec in FIELDS.items():
         kind = str(spec.type).partition(" |")[0]
         value = "50" if name == "target_accuracy" else samples[kind]
-        config = parse(f"--{name.replace('_', '-')}", *([value] if value else []))
+        beside = ["--optimizer", "adam"] if name == "betas" else []
+        config = parse(f"--{name.replace('_', '-')}", *([value] if value else []), *beside)
         assert getattr(config, name) != spec.default or getattr(config, name) is True, name
 
 
@@ -183,6 +184,16 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(toml_file: Path)
     config = parse("--lr", "0.125", "--no-nesterov", file=str(toml_file))
     assert (config.lr, config.momentum, config.nesterov) == (0.125, 0.25, False)
     assert config.batch_size == RunConfig().batch_size
+
+
+def test_only_what_is_given_now_has_to_have_an_effect(toml_file: Path) -> None:
+    toml_file.write_text('optimizer = "adam"\nmomentum = 0.5\nsteps = 10\nepochs = 2\ntask = "m:f"\nmodel = "cnn"\n')
+    assert parse(file=str(toml_file)).momentum == 0.5
+    assert parse("--optimizer", "adamw", "--steps", "9", "--task", "m:g", file=str(toml_file)).epochs == 2.0
+    for flags in (["--momentum", ".9"], ["--epochs", "6"], ["--model", "cnn"], ["--data-dir", "d"], ["--nesterov"]):
+        with pytest.raises(UserError, match=flags[0]):
+            parse(*flags, file=str(toml_file))
+    assert not parse("--no-nesterov", file=str(toml_file)).nesterov
 
 
 def test_a_split_has_a_second_name(toml_file: Path) -> None:

@@ -10,13 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from paceline.analysis.statistics import FAILED
 from paceline.config import FIELDS, SIMULATED_ONLY, RunConfig
 from paceline.errors import PacelineError, UserError, unknown_name
 from paceline.launch import train as launch
 from paceline.reports.console import Console
+from paceline.settings.features import require_effect
 from paceline.settings.imports import require_no_arguments
 from paceline.settings.ranks import rank_here
+from paceline.settings.resolve import OPTIMIZERS
 from paceline.settings.stopping import why_missed
 from paceline.settings.strategies import in_this_process
 from paceline.tasks.supervised import SupervisedTask
@@ -31,14 +36,15 @@ def train(
     In a notebook, too, it is in a module, unless the workers are in this process (strategy classic, device cuda).
     Without `build`, `model` and `dataset` name built-in ones. `settings` are the flags of `paceline train`.
 
-    Flags are written with underscores, as in `strategy="async"`, `batch_size=64`; `quiet` shows no progress. A mistake
-    is a `UserError`; a run that diverges or learns nothing returns, with `status` "diverged" or "collapsed", and its
-    `reason` is printed as by the command line.
+    Flags are written with underscores, as in `strategy="async"`, `batch_size=64`; None is the default of each. `quiet`
+    shows no progress. A mistake is a `UserError`; a run that diverges or learns nothing returns, with `status`
+    "diverged" or "collapsed", and its `reason` is printed as by the command line.
     """
     try:
         return _train(build, quiet, settings)
     except PacelineError as error:
-        raise error.with_traceback(None)  # noqa: B904  # the message says it all; our own frames would bury it
+        # The message says it all; our own frames would bury it.
+        raise error.with_traceback(None) from error.__cause__
 
 
 def _train(build: Callable[[], SupervisedTask] | str | None, quiet: bool, settings: dict[str, Any]) -> dict[str, Any]:
@@ -46,13 +52,20 @@ def _train(build: Callable[[], SupervisedTask] | str | None, quiet: bool, settin
     for name in settings:
         if name not in FIELDS:
             raise unknown_name("setting", name, FIELDS)
-    config = RunConfig(**settings)
+    given = {name: _plain(name, value) for name, value in settings.items() if value is not None}
+    config = RunConfig(**given)
     if build is not None:
+        if isinstance(build, nn.Module) or (isinstance(build, type) and issubclass(build, nn.Module)):
+            name = build.__name__ if isinstance(build, type) else type(build).__name__
+            raise UserError(f"build is the model {name}: give the function that returns a paceline.Task with it")
+        if "task" in given:
+            raise UserError(f"build and task = {config.task} both name the task: leave one out")
         if not callable(build) and not isinstance(build, str):
             what = f"build is {type(build).__name__}"
             raise UserError(f"{what}: give the function that returns the task, without calling it, as in train(build)")
         name = build if isinstance(build, str) else importable_name(build, here=in_this_process(config))
         config = dataclasses.replace(config, task=name)
+    require_effect(config, given)
     if not in_this_process(config):
         require_main_guard()
     with Console(quiet=quiet) as console:
@@ -74,6 +87,18 @@ def require_no_run() -> None:
         )
 
 
+def _plain(name: str, value: Any) -> Any:
+    """A setting as its flag has it: torch's own objects by their names."""
+    if name == "device" and isinstance(value, torch.device):
+        return str(value)
+    kind = value if isinstance(value, type) else type(value)
+    if name == "optimizer" and issubclass(kind, torch.optim.Optimizer):
+        like = f", as in optimizer={kind.__name__.lower()!r}".replace("'", '"')
+        known = like if kind.__name__.lower() in OPTIMIZERS else f"; known are: {', '.join(OPTIMIZERS)}"
+        raise UserError(f"optimizer is torch's {kind.__name__}: give the name of one of ours{known}")
+    return value
+
+
 def settings_of_train() -> list[inspect.Parameter]:
     """The settings of `train` as keyword parameters, with the types that it takes."""
     untouched = RunConfig()
@@ -85,6 +110,7 @@ def settings_of_train() -> list[inspect.Parameter]:
             if spec.metadata["metavar"] in ("DIR", "FILE"):
                 wanted = wanted.replace("str", "str | PathLike[str]")
             wanted = wanted.replace("list[float]", "list[float] | tuple[float, ...]")
+            wanted = wanted if wanted.endswith("None") else f"{wanted} | None"
             found.append(inspect.Parameter(name, kind, default=getattr(untouched, name), annotation=wanted))
     return found
 

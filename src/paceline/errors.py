@@ -148,7 +148,8 @@ def wrong_type(name: str, value: object, kind: str) -> UserError:
     workers = "2": write a whole number without quotes, as in 2
     """
     shown = f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else repr(value)
-    return UserError(f"{name} = {shown}: write {KINDS_IN_WORDS[kind]}")
+    wanted = KINDS_IN_WORDS[kind] if isinstance(value, str) else KINDS_IN_WORDS[kind].replace(" without quotes", "")
+    return UserError(f"{name} = {shown}: write {wanted}")
 
 
 def nearest_names(asked: str, known: Iterable[str], most: int = 3) -> list[str]:
@@ -163,7 +164,10 @@ def nearest_names(asked: str, known: Iterable[str], most: int = 3) -> list[str]:
     dashes = "--" if asked.startswith("--") else ""
     meant = OTHER_NAMES.get(asked.removeprefix("--").replace("-", "_"), "")
     meant = dashes + (meant.replace("_", "-") if dashes else meant)
-    return [meant] if meant in names else difflib.get_close_matches(asked, names, n=most, cutoff=0.5)
+    if meant in names:
+        return [meant]
+    words = [name.removeprefix(dashes) for name in names]  # dashes are alike in all
+    return [dashes + word for word in difflib.get_close_matches(asked.removeprefix(dashes), words, most, 0.6)]
 
 
 def mismatched_keys(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,8 @@ def test_staleness_is_a_cause_of_a_divergence_only_if_pushes_can_be_stale(name: 
     config = small_config(tmp_path, strategy=form, workers=1 if name == "classic" else 2)
     with_run = RecordedRun(config)
     try:
+        assert "stale" not in why_diverged(config, with_run.server).lower()  # none has been stale yet
+        with_run.server.staleness[1] += 1
         why = why_diverged(config, with_run.server)
     finally:
         with_run.host.close()
@@ -215,3 +218,37 @@ def test_a_target_that_an_evaluation_missed_is_said(capsys: Said) -> None:
     assert main([*TRAIN, "--epochs", "0.1", *evaluated]) == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "paceline: target accuracy 99.9 % was not reached: at the end it was" in said
+
+
+def test_a_run_whose_settings_have_no_effect_replays_and_its_lost_result_is_written_again(
+    tmp_path: Path, capsys: Said
+) -> None:
+    """Its config.toml holds what a new run is refused; the advice of a damaged result works."""
+    (tmp_path / "run.toml").write_text('optimizer = "adam"\nmomentum = 0.5\nsteps = 3\nepochs = 2\n')
+    assert main([TRAIN[0], "run.toml", *TRAIN[1:], "--name", "old", "--score", "test"]) == 0
+    assert main(["replay", "runs/old"]) == 0
+    file = tmp_path / "runs/old/result.json"
+    before = json.loads(file.read_text())
+    file.write_text("{")
+    capsys.readouterr()
+    assert main(["status", "runs/old"]) == 2
+    assert "remove this file, then 'paceline resume runs/old' continues" in capsys.readouterr().err
+    file.unlink()
+    assert main(["resume", "runs/old"]) == 0
+    assert json.loads(file.read_text())["weights_sha256"] == before["weights_sha256"]
+
+
+def test_a_task_that_calls_sys_exit_does_not_pretend_success(tmp_path: Path, capsys: Said) -> None:
+    (tmp_path / "exits.py").write_text(
+        "import sys, torch, paceline\n"
+        "calls = []\n"
+        "def loss(outputs, targets):\n"
+        "    calls.append(1)\n"
+        "    return sys.exit(0) if len(calls) > 9 else torch.nn.functional.cross_entropy(outputs, targets)\n"
+        "def build():\n"
+        "    data = torch.zeros(400, 2), torch.zeros(400, dtype=torch.int64)\n"
+        "    return paceline.Task(torch.nn.Linear(2, 2), loss, train=data)\n"
+    )
+    assert main(["train", "--task", "exits.py:build", *TRAIN[5:], "--name", "it"]) == 1
+    assert "paceline: sys.exit(0) (exits.py, line 5)" in capsys.readouterr().err
+    assert json.loads((tmp_path / "runs/it/result.json").read_text())["status"] == "stopped"

@@ -9,15 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from paceline.core.messages import Resume
 from paceline.errors import UserError
 from paceline.runs.arrival_log import RECORD_BYTES, ArrivalLog, fingerprint, read_arrivals
-from paceline.runs.checkpoint import Checkpoint, newest_checkpoint, take_checkpoint, write_checkpoint
+from paceline.runs.checkpoint import Checkpoint, newest_checkpoint, restore, take_checkpoint, write_checkpoint
 from paceline.runs.durable_files import BackgroundWriter
 from paceline.runs.events import EventLog, read_events
 from paceline.runs.recovery import rebuild
-from tests.support.recorded_runs import Record, RecordedRun, assert_same, ignore, small_config
+from paceline.tasks.supervised import SupervisedTask
+from tests.support import recorded_runs
+from tests.support.recorded_runs import Record, RecordedRun, assert_same, checkpoint_now, ignore, small_config
 
 
 def recorded(record: Record, strategy: str = "async") -> RecordedRun:
@@ -283,3 +287,17 @@ def test_events_written_after_a_crash_in_mid_row_are_not_lost(tmp_path: Path) ->
         log.write("run_resumed", 1.0)
         log.write("progress", 2.0)
     assert [row["kind"] for row in read_events(path)] == ["first", "run_resumed", "progress"]
+
+
+def test_a_checkpoint_of_another_model_is_told_by_its_weights(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script or the task was changed, not the settings."""
+    run = record(strategy="async", workers=2)
+    run.join_all()
+    run.push(0)
+    checkpoint = checkpoint_now(run)
+    task = SupervisedTask(nn.Linear(5, 3), F.cross_entropy, run.task.train)
+    monkeypatch.setattr(recorded_runs, "small_task", lambda: task)
+    other = record(strategy="async", workers=2, name="other")
+    then, now = run.server.weights.numel(), other.server.weights.numel()
+    with pytest.raises(UserError, match=rf"another model \({then} floats\) than .* builds \({now} floats\): restore"):
+        restore(other.server, checkpoint)

@@ -175,6 +175,15 @@ def test_an_immense_push_is_told_once_and_counts(record: Record, strategy: str) 
     assert not run.server.dropped and not run.server.members[1].expelled
 
 
+def test_a_lone_worker_is_not_suspected_of_its_steps(record: Record) -> None:
+    run = record(strategy="async", workers=1, epochs=3.0)
+    run.join_all()
+    run.push_at_random(8)
+    send(run, 0, 1e4)
+    told = [note for note in run.notes if "times the usual largest" in note]
+    assert len(told) == 1 and told[0].startswith("worker 0: its push") and told[0].endswith("steps may be too long")
+
+
 def test_under_robust_an_immense_push_that_the_server_computes_otherwise_expels(record: Record) -> None:
     run = begin(record, "async", robust=True)
     before = run.server.weights.clone()

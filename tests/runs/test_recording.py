@@ -6,6 +6,7 @@ import dataclasses
 import struct
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +72,36 @@ def test_a_log_that_cannot_be_replayed_is_one_clear_line(record: Record, name: s
         open_recording(run.folder.path)
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
     assert {file: file.read_bytes() for file in run.folder.path.iterdir() if file.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("status", "way_on"),
+    [
+        ("finished", "the run is finished, its weights and its result are not affected, but it cannot be replayed"),
+        ("diverged", "'paceline resume .* --recovery checkpoint' continues without them"),
+        (None, "'paceline resume .* --recovery checkpoint' continues without them"),
+    ],
+)
+def test_a_damaged_log_advises_what_the_run_allows(record: Record, status: str | None, way_on: str) -> None:
+    run = made(record)
+    path = run.folder.arrivals_file
+    content = path.read_bytes()
+    path.write_bytes(content[:300] + bytes([content[300] ^ 1]) + content[301:])
+    if status is None:
+        run.folder.result_file.unlink()
+    else:
+        run.folder.write_result({**(run.folder.result() or {}), "status": status})
+    with pytest.raises(UserError, match=f"is damaged at byte .*: (nothing was changed; )?{way_on}$"):
+        open_recording(run.folder.path)
+
+
+def test_a_file_of_a_run_is_not_its_folder(record: Record, tmp_path: Path) -> None:
+    run = made(record)
+    with pytest.raises(UserError, match=rf"result\.json is in a run folder, but is none: give {run.folder.path}$"):
+        open_recording(run.folder.result_file)
+    (tmp_path / "file.txt").write_text("")
+    with pytest.raises(UserError, match="not a run folder: it is a file; 'paceline list"):
+        open_recording(tmp_path / "file.txt")
 
 
 def test_a_simulation_of_times_alone_has_nothing_to_replay(record: Record) -> None:
@@ -154,7 +185,7 @@ def test_a_script_that_is_missing_or_changed(record: Record, monkeypatch: pytest
     call.path.write_text("print()\n")
     assert call.changed
     call.path.unlink()
-    with pytest.raises(UserError, match=r"loop\.py of this run no longer exists"):
+    with pytest.raises(UserError, match=r"loop\.py of this run no longer exists: put it back, it computes the steps"):
         ScriptCall.load(folder)
     for content in ("{", "{}", "[]"):
         folder.script_file.write_text(content)

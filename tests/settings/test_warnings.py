@@ -118,4 +118,5 @@ def test_a_run_with_few_exchanges_is_named_with_a_number_that_gives_enough(name:
 def test_one_or_two_local_steps_are_not_advised(name: str, instead: str) -> None:
     """An outer momentum over so few steps is a second one: docs/local-steps.md says to use something else."""
     (line,) = advice(resolve(RunConfig(strategy=f"{name}:50", workers=8, epochs=1.0, dataset="fashion-mnist-sample")))
-    assert f"use {instead}" in line and f"{name}:1" not in line
+    every = "which exchanges every" if instead == "async" else "which exchange every"
+    assert f"use {instead}" in line and every in line and f"{name}:1" not in line

@@ -159,6 +159,8 @@ def test_bounded_staleness_holds_the_fast_ones_back(tmp_path: Path) -> None:
         (["--speeds", "lognorml:30ms,.3"], "did you mean"),
         (["--speeds", "0,1"], "above zero"),
         (["--speeds", "1e-30,1"], "nanosecond"),
+        (["--speeds", "1e99,1"], "'1e99' is above 1e+09 seconds"),
+        (["--speeds", "inf,1"], "write 30ms"),
         (["--timing-only", "--eval-every", "1"], "leave out --eval-every"),
         (["--timing-only", "--workers", "70000"], "at most 65535"),
         (["--link", "1gigabit"], "unknown unit 'gigabit'"),

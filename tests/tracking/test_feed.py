@@ -210,5 +210,9 @@ def test_export_of_several_runs_and_bad_requests(folder: RunFolder, capsys: pyte
     assert "--follow takes one run at a time, got 2" in capsys.readouterr().err
     assert main(["export", "nowhere", "--to", "csv"]) == 2
     assert "nowhere is not a run folder: it does not exist" in capsys.readouterr().err
+    other.result_file.write_text("{")
+    other.config_file.write_text("{")
+    assert main(["export", str(other.path), "--to", "csv"]) == 2
+    assert capsys.readouterr().err.count(str(other.path)) == 1
     assert main(["export", str(folder.path)]) == 2
     assert "--to" in capsys.readouterr().err

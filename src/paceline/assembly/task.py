@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.assembly.core import make_model
 from paceline.config import RunConfig
 from paceline.data.datasets import Dataset
-from paceline.errors import UserError, unknown_name
+from paceline.errors import UserError, mismatched_keys, unknown_name
 from paceline.randomness import mix64
 from paceline.settings.imports import make_own
 from paceline.settings.preprocessing import PADDING, ways_of
@@ -117,6 +117,20 @@ def identity_of(task: SupervisedTask) -> dict[str, Any]:
         check = zlib.crc32(tensor.cpu().contiguous().numpy().tobytes(), check)
     layout = zlib.crc32(repr(task.layout.to_rows()).encode())
     return {"layout": layout, "num_samples": num_samples(inputs), "targets": check}
+
+
+def why_builds_differ(config: RunConfig, ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+    """Say that two processes of one machine have built different tasks, by the facts of `identity_of`.
+
+    None if these are equal, or the task is built-in.
+    """
+    parts = {"layout": "model", "num_samples": "number of samples", "targets": "targets"}
+    names = [name for name in mismatched_keys(ours, theirs) if name in parts]
+    if config.task is None or not names:
+        return None
+    what = f"{config.task.rpartition(':')[2]}() returns {'another model' if 'layout' in names else 'other data'}"
+    differing = " and ".join(parts[name] for name in names)
+    return f"{what} in each process (different {differing}): give its random generators a fixed seed"
 
 
 def class_labels(targets: Any, num_samples: int, config: RunConfig) -> np.ndarray[Any, Any]:

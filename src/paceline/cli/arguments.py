@@ -6,14 +6,16 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paceline.config import FIELDS, RunConfig, is_url, read_toml
+from paceline.config import FIELDS, SIMULATED_ONLY, RunConfig, is_url, read_toml
 from paceline.errors import UserError, nearest_names, unknown_name
 from paceline.reports.console import Console
+from paceline.settings.features import require_effect
 from paceline.system.terminal import UNLIMITED_WIDTH, fold_help, terminal_width
 
 NARROW = 60  # columns below which the help of a flag stands under it
@@ -36,6 +38,9 @@ BASIC = (
 )
 """Settings that --help shows of a verb with many; --help-all shows the rest."""
 
+_NEGATIVE = re.compile(r"-(\.?\d|inf|nan)")
+"""How a word begins that is a value below zero, and no flag."""
+
 
 class Parser(argparse.ArgumentParser):
     """The arguments of one verb. A mistake is a UserError that offers the nearest flag."""
@@ -46,6 +51,7 @@ class Parser(argparse.ArgumentParser):
         self._advanced: list[argparse.Action] = []
         super().__init__(f"paceline {verb}", usage, description, add_help=False, allow_abbrev=False)
         self._groups: dict[str | None, Any] = {None: self}
+        self._negative_number_matcher = _NEGATIVE  # of argparse, which takes -1 for a value but -5ms for a flag
         self.add("-h/--help", "show this help message and exit", action="help")
         self.add("--help-all", argparse.SUPPRESS, action=_HelpAll, nargs=0, default=argparse.SUPPRESS)
 
@@ -135,6 +141,9 @@ class Parser(argparse.ArgumentParser):
         if not unknown.startswith("-"):
             return f"unexpected argument '{unknown}'; see '{self.prog} --help'"
         flag = unknown.partition("=")[0]
+        if (name := flag.removeprefix("--").replace("-", "_")) in FIELDS:
+            verb = "simulate" if name in SIMULATED_ONLY else "train"
+            return f"unknown flag '{flag}': it is one of 'paceline {verb}'; see '{self.prog} --help'"
         near = nearest_names(flag, self.flags(), most=2)
         offer = f"did you mean {' or '.join(near)}? " if near else ""
         return f"unknown flag '{flag}': {offer}see '{self.prog} --help'"
@@ -267,5 +276,7 @@ def script_of(words: list[str], parser: Parser) -> list[str]:
 def config_from(parsed: argparse.Namespace, file: str | None, base: dict[str, Any] | None = None) -> RunConfig:
     """Return the settings of `base`, of the file and of the flags given; a later one wins."""
     values = {**(base or {}), **(read_toml(Path(file)) if file is not None else {})}
-    values |= {name: getattr(parsed, name) for name in FIELDS if getattr(parsed, name, None) is not None}
-    return RunConfig(**values)
+    flags = {name: getattr(parsed, name) for name in FIELDS if getattr(parsed, name, None) is not None}
+    config = RunConfig(**{**values, **flags})
+    require_effect(config, flags)
+    return config

@@ -98,7 +98,8 @@ def export_verb(arguments: list[str]) -> int:
             return parsed.follow and not folder.result_file.exists() and folder.is_locked()
 
         def note(text: str, folder: RunFolder = folder) -> None:
-            print(printable(f"paceline: {folder.path}: {text}", MAX_LETTERS), file=sys.stderr)
+            where = "" if str(folder.path) in text else f"{folder.path}: "
+            print(printable(f"paceline: {where}{text}", MAX_LETTERS), file=sys.stderr)
 
         try:
             num_rows = feed(folder, parsed.to, make_tracker(parsed.to), goes_on, note)

@@ -13,6 +13,7 @@ from paceline.cli.output import show
 from paceline.config import to_dict
 from paceline.errors import UserError
 from paceline.reports.console import Console
+from paceline.settings.resolve import check_names
 from paceline.system.strict_json import to_json
 from paceline.system.terminal import table_width
 
@@ -80,6 +81,7 @@ def plan_verb(arguments: list[str]) -> int:
     config = config_from(parsed, None, _settings_of(parsed))
     from paceline.studies.plan import make_plan, plan_lines
 
+    check_names(config)  # before a probe trains for seconds
     if parsed.like is not None and parsed.workers is None:
         config = dataclasses.replace(config, workers=None)
     with Console() as console:

@@ -68,14 +68,14 @@ def _train(config: RunConfig, parsed: argparse.Namespace, command: list[str] | N
             folder, result = _train_somewhere(config, parsed, console, rank, command)
         except PacelineError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if config.task is None:
                 raise
             raise _failed_task(error, console) from None
     return EXIT_CODES[result["status"]] if follows else show(folder, result, parsed.json)
 
 
-def _failed_task(error: Exception, console: Console) -> RunFailed:
+def _failed_task(error: BaseException, console: Console) -> RunFailed:
     """Show the traceback of a user's task that failed in this process; return the error that says so in one line."""
     from paceline.runtimes.local.failures import describe_exception
 

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
 
-from paceline.system.terminal import can_redraw, fold_for, seconds_text, terminal_width
+from paceline.system.terminal import can_redraw, fold_for, loss_text, seconds_text, terminal_width
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -259,7 +259,7 @@ class Console:
 
 
 def _figures(row: dict[str, Any]) -> str:
-    parts = [f"loss {row['loss']:.4f}"] if row["loss"] is not None else []
+    parts = [f"loss {loss_text(row['loss'])}"] if row["loss"] is not None else []
     if row["rate"]:
         parts.append(f"{row['rate']:,.0f}/s")
     if row["staleness"]:

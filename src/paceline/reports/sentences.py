@@ -10,7 +10,7 @@ from paceline.analysis.reported import read_reported
 from paceline.analysis.scored_weights import AVERAGED, LIVE, kind_of
 from paceline.analysis.statistics import FAILED
 from paceline.data.catalog import DATASETS
-from paceline.system.terminal import counted, printable, seconds_text
+from paceline.system.terminal import counted, loss_text, printable, seconds_text
 
 MAX_TEXT = 400  # characters of an event: its row may come from anybody
 NOTABLE_PERCENT = 5.0  # by which the least busy worker is below the mean, to be named
@@ -117,7 +117,7 @@ def _scores(result: dict[str, Any]) -> list[str]:
         accuracy, loss, total = (result[f"{which}_{name}"] for name in ("accuracy", "loss", "total"))
         values = [f"{accuracy:.2f} % ({result[f'{which}_correct']}/{total})"] if accuracy is not None else []
         if loss is not None:
-            values.append(f"loss {loss:.4f}" if values else f"{loss:.4f}")
+            values.append(f"loss {loss_text(loss)}" if values else loss_text(loss))
         values += [f"{name} {_measured(value)}" for name, value in (result.get(f"{which}_metrics") or {}).items()]
         if values and which == "train" and total is not None and total < (whole := result.get("epoch_samples") or 0):
             values.append(f"on {total:,} of {whole:,} samples")
@@ -145,7 +145,7 @@ def _scored_weights(result: dict[str, Any]) -> list[str]:
         return ["scored and saved: the live weights"]
     accuracy, loss = result.get(f"live_{part}_accuracy"), result.get(f"live_{part}_loss")
     live = [f"{part} accuracy {accuracy:.2f} %"] if accuracy is not None else []
-    live += [f"{part} loss {loss:.4f}"] if loss is not None else []
+    live += [f"{part} loss {loss_text(loss)}"] if loss is not None else []
     return ["scored and saved: the averaged weights" + (f" (live weights: {', '.join(live)})" if live else "")]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline.analysis.status import ENDED, PARTS, RunStatus, WorkerStatus
 from paceline.analysis.stragglers import SLOW_THRESHOLD, Straggler, stragglers
 from paceline.reports.tables import Column, fit_table
-from paceline.system.terminal import fold, printable, seconds_text
+from paceline.system.terminal import fold, loss_text, printable, seconds_text
 
 MAX_WORKERS = 32  # workers shown; `--json` has all
 MAX_NAMED = 8
@@ -71,11 +71,11 @@ def _run_line(status: RunStatus) -> str:
     if status.reason:
         parts[0] += f" ({status.reason})"
     if status.updates:
-        more = " or later, as its log tells" if status.status == "killed" else ""
-        parts.append(f"update {status.updates:,}{more}")
+        least = "at least " if status.status == "killed" else ""  # its log may hold more than its last event
+        parts.append(f"{least}update {status.updates:,}")
     if status.fraction is not None:
         parts.append(f"{100 * status.fraction:.0f} % of the budget")
-    parts += loss_text(status)
+    parts += loss_parts(status)
     if status.rate:
         parts.append(f"{status.rate:,.0f} samples/s")
     if status.seconds:
@@ -89,12 +89,12 @@ def _run_line(status: RunStatus) -> str:
     return ", ".join(parts)
 
 
-def loss_text(status: RunStatus) -> list[str]:
+def loss_parts(status: RunStatus) -> list[str]:
     """Return the loss, with its update if the run has made more since; nothing if it is unknown."""
     if status.loss is None:
         return []
     at = f" at update {status.loss_at:,}" if status.loss_at is not None and status.loss_at != status.updates else ""
-    return [f"loss {status.loss:.4f}{at}"]
+    return [f"loss {loss_text(status.loss)}{at}"]
 
 
 def _select_workers(workers: Sequence[WorkerStatus], found: Sequence[Straggler], count: int) -> list[WorkerStatus]:

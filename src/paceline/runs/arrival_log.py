@@ -226,14 +226,16 @@ class LogContents:
         return [self.records[place] for place in self.effective_indices]
 
 
-def read_log(path: Path, config: RunConfig, start: int = 0) -> LogContents:
-    """Read the records from byte `start` on; ignore a torn tail, and refuse a log damaged elsewhere."""
+def read_log(path: Path, config: RunConfig, start: int = 0, way_on: str | None = None) -> LogContents:
+    """Read the records from byte `start` on; ignore a torn tail, and refuse a log damaged elsewhere.
+
+    `way_on` ends the error; by default it is how to resume the run.
+    """
     log = scan_log(path, config, start)
     if log.behind:
-        raise UserError(
-            f"{path} is damaged at byte {log.ends}, before {len(log.behind)} intact records, so not by a crash: "
-            f"nothing was changed; 'paceline resume {path.parent} --recovery checkpoint' continues without them"
-        )
+        resume = f"nothing was changed; 'paceline resume {path.parent} --recovery checkpoint' continues without them"
+        where = f"{path} is damaged at byte {log.ends}, before {len(log.behind)} intact records, so not by a crash"
+        raise UserError(f"{where}: {way_on or resume}")
     return log
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections import defaultdict
@@ -157,6 +158,12 @@ def _require_same_rule(server: Server, checkpoint: Checkpoint) -> None:
         for name, t in checkpoint.tensors.items()
         if name == "weights" or (name.startswith("rule") and not _grows(name))
     }
+    if there["weights"] != here["weights"]:
+        then, now = (math.prod(shapes["weights"]) for shapes in (there, here))
+        raise UserError(
+            f"checkpoint {checkpoint.version} is of another model ({then} floats) than the task or script now builds "
+            f"({now} floats): restore that code, or start a new run"
+        )
     rule = checkpoint.facts.get("rule", server.rule.name)
     if (rule, there) != (server.rule.name, here):
         raise UserError(

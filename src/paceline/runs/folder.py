@@ -101,7 +101,9 @@ class RunFolder:
         """Open an existing run; raise UserError for any other path."""
         folder = RunFolder(path)
         if not folder.config_file.is_file():
-            what = "has no config.toml" if path.is_dir() else "does not exist"
+            if (path.parent / folder.config_file.name).is_file():
+                raise UserError(f"{path} is in a run folder, but is none: give {path.parent}")
+            what = "has no config.toml" if path.is_dir() else "is a file" if path.exists() else "does not exist"
             above = path if any(path.glob("*/config.toml")) else path.parent
             raise UserError(f"{path} is not a run folder: it {what}; 'paceline list {above}' shows what is there")
         return folder
@@ -267,7 +269,10 @@ class RunFolder:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise UserError(f"{self.result_file} cannot be read ({error}): the run folder is damaged") from None
+            remedy = f"remove this file, then {self.resume_hint(self.config())}"
+            raise UserError(
+                f"{self.result_file} cannot be read ({error}): the run folder is damaged; {remedy}"
+            ) from None
         found: dict[str, Any] = escape_texts(result)
         return found
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config import RunConfig
+from paceline.config import RunConfig, is_simulated
 from paceline.errors import UserError
 from paceline.runs.arrival_log import LogContents, read_log
 from paceline.runs.durable_files import write_atomically
@@ -60,10 +60,10 @@ def open_recording(path: Path, until: int | None = None, output: Path | None = N
     config = folder.config()
     if config.timing_only:
         raise UserError(f"{path} simulated only times and computed no gradients: there is nothing to replay")
-    log = read_log(folder.arrivals_file, config)
+    result = folder.result()
+    log = read_log(folder.arrivals_file, config, way_on=_without_replay(config, result))
     if not log.records:
         raise UserError(f"{folder.arrivals_file} holds no record: the run never started")
-    result = folder.result()
     if result is not None and not {"updates", "weights_sha256"} <= result.keys():
         raise UserError(f"{folder.result_file} is not a run result: the run folder is damaged")
     if until is None:
@@ -80,6 +80,15 @@ def open_recording(path: Path, until: int | None = None, output: Path | None = N
     if not output.parent.is_dir():
         raise UserError(f"--output {output}: folder {output.parent} does not exist")
     return Recording(folder, config, log, result, until, output)
+
+
+def _without_replay(config: RunConfig, result: dict[str, Any] | None) -> str | None:
+    """Return what a damaged log means for a run that cannot be resumed; None for one that can."""
+    if is_simulated(config):
+        return "simulate it again, the result is the same"
+    if result is None or result["status"] in ("stopped", "diverged"):
+        return None
+    return f"the run is {result['status']}, its weights and its result are not affected, but it cannot be replayed"
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,7 @@ class ScriptCall:
         if not Path(call.cwd).is_dir():
             raise UserError(f"folder {call.cwd}, in which the script was started, no longer exists: create it again")
         if not call.command or not call.path.is_file():
-            raise UserError(f"script {call.path} of this run no longer exists: restore it to replay the run")
+            raise UserError(f"script {call.path} of this run no longer exists: put it back, it computes the steps")
         return call
 
     def inside(self, folder: Path) -> ScriptCall:

@@ -219,28 +219,35 @@ def make_result(
     return {**result, **unknown, "environment": environment()}
 
 
-def why_diverged(config: RunConfig, server: Server) -> str:
-    """Say what happened, the likely cause, and what to change."""
+def what_diverged(server: Server) -> str:
+    """Say when a run diverged, and what was not finite."""
     found = server.divergence
-    what, head = "the weights are no longer finite", f"training diverged at update {server.version}"
-    head += f" ({counted(server.samples, 'sample')})"
+    what = "the weights are no longer finite"
+    head = f"training diverged at update {server.version} ({counted(server.samples, 'sample')})"
     if found is not None and found.is_update_finite:
         what = f"the loss of worker {found.worker} was a NaN or infinity, though its push was finite"
     elif found is not None:
         loss = "not finite" if math.isinf(found.loss) else f"{found.loss:g}"
         told = f" (its loss was {loss})" if not math.isnan(found.loss) else ""  # a script need not tell it
         what = f"worker {found.worker} sent a push with a NaN or infinity{told}"
+    return f"{head}: {what}"
+
+
+def why_diverged(config: RunConfig, server: Server) -> str:
+    """Say what happened, the likely cause, and what to change."""
+    found, what = server.divergence, what_diverged(server)
     if found is not None and not server.version and server.inside is None:
         source = "script's inputs" if is_script(config) else "inputs"
         where = f"the {source}, the model's first weights or the loss function"
-        return f"{head}: {what}. No step was made yet, so look for a NaN or infinity in {where}"
+        return f"{what}. No step was made yet, so look for a NaN or infinity in {where}"
     in_script = _steps_in_script(config, server)
     if found is not None and found.is_update_finite and config.task is not None:
         cause = "check the loss function (a logarithm of zero, a division)"
         lower = _lower_in_script(config) if in_script else f"try {lower_lr(config, 0.25)}"
-        return f"{head}: {what}: {cause}, or {lower}"
+        return f"{what}: {cause}, or {lower}"
     is_stale = strategy_of(config).is_stale and server.num_workers > 1
-    cause = " Stale pushes act as extra momentum, so" if is_stale else " The likely cause is too long a step:"
+    was_stale = is_stale and max(server.staleness, default=0) > 0
+    cause = " Stale pushes act as extra momentum, so" if was_stale else " The likely cause is too long a step:"
     lower = f" lower --momentum (now {config.momentum:g})," if config.optimizer == "sgd" and config.momentum else ""
     advice = f"{cause} try {lower_lr(config, 0.25)}"
     if not is_far_above_default(config):  # else nothing else helps
@@ -252,7 +259,7 @@ def why_diverged(config: RunConfig, server: Server) -> str:
         advice += "; or --rule auto, which allows for staleness"
     if config.outer_lr is not None:
         advice += f"; or --outer-lr {config.outer_lr / 2:g} (now {config.outer_lr:g})"
-    return f"{head}: {what}.{advice}"
+    return f"{what}.{advice}"
 
 
 def lower_lr(config: RunConfig, factor: float) -> str:

@@ -1,12 +1,13 @@
-"""What a strategy may or may not be combined with, and why not; and which settings a user's own loop decides itself."""
+"""What a setting may or may not be combined with, and why not; and which settings a user's own loop decides itself."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum, auto
 from typing import Any
 
 from paceline.config import FIELDS, SIMULATED_ONLY, RunConfig, is_script
+from paceline.errors import UserError
 
 
 class Feature(Enum):
@@ -119,3 +120,37 @@ SCRIPT_MAY_DECIDE = (*OF_OPTIMIZER, "epochs", "epoch_mode")
 def without_value(config: RunConfig, recorded: Mapping[str, Any]) -> list[str]:
     """The settings whose values say nothing about a run, because its script decides them; the run records which."""
     return [*NOT_OF_LOOPS, *(recorded.get("decided_by_script") or ())] if is_script(config) else []
+
+
+OPTIMIZERS_WITH = {
+    "momentum": ("sgd", "rmsprop", "lars", "muon"),
+    "nesterov": ("sgd",),
+    "betas": ("adam", "adamw", "muon"),
+}
+"""Settings that only some optimizers read."""
+OF_BUILT_IN = ("model", "dataset", "data_dir")
+"""Settings that no task of a user's own reads."""
+
+
+def require_effect(config: RunConfig, names: Iterable[str]) -> None:
+    """Refuse what the user gives now, by these names, if nothing reads it beside the other settings.
+
+    What stands in a file, in a run folder or in the settings of a sweep may have no effect.
+    """
+    known = {one for those in OPTIMIZERS_WITH.values() for one in those}
+    for name in names:
+        if (value := getattr(config, name)) is False:
+            continue
+        values = value if isinstance(value, list) else [value]
+        shown = ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in values)
+        asked, those = (
+            f"--{name.replace('_', '-')}{f' {shown}' * (value is not True)}",
+            OPTIMIZERS_WITH.get(name, known),
+        )
+        if config.optimizer not in those and config.optimizer in known:
+            whose = f"{asked} is a setting of {', '.join(those)}"
+            raise UserError(f"{whose}, and the optimizer is {config.optimizer}: leave it out")
+        if name in OF_BUILT_IN and config.task is not None:
+            raise UserError(f"{asked}: your own task brings its model and its data; leave it out")
+        if name == "epochs" and config.steps is not None:
+            raise UserError(f"{asked}: --steps {config.steps} ends the run, whatever the epochs; leave one out")

@@ -79,6 +79,14 @@ def count(text: str) -> int:
     return round(_quantity(text, _COUNTS, "a count", "25.6M"))
 
 
+def parameters_of(config: RunConfig) -> int | None:
+    """The number of `--parameters`; None if it was not given."""
+    try:
+        return count(config.parameters) if config.parameters is not None else None
+    except UserError as error:
+        raise UserError(f"--parameters {error}") from None
+
+
 _DELAY_FORM = "write 30ms, normal:60ms,5ms or 0.5s, with @1,3 behind it for those workers only"
 
 

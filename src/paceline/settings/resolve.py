@@ -19,7 +19,7 @@ from paceline.errors import UserError, unknown_name
 from paceline.settings.codecs import codec_of
 from paceline.settings.features import Feature
 from paceline.settings.imports import check_mirror, check_tracker
-from paceline.settings.notation import count, delays_of
+from paceline.settings.notation import delays_of, parameters_of
 from paceline.settings.preprocessing import check_augmentation, check_train_score, fold_of, split_of, ways_of
 from paceline.settings.rules import average_horizon, check_aggregate, check_rule, chosen, trim_of
 from paceline.settings.stopping import check_goals
@@ -202,7 +202,7 @@ def _codec(config: RunConfig, setting: str, feature: Feature | None) -> str | No
         raise UserError(f"{flag}: workers that share a GPU have no network between them; leave out one of the two")
     if config.parameters is not None and codec_of(text).name == "lowrank":
         raise UserError(f"{flag} needs the shapes of a model's matrices: give --model instead of --parameters")
-    if config.parameters is not None and count(config.parameters) >= 1 << 31:
+    if (parameters_of(config) or 0) >= 1 << 31:
         raise UserError(f"{flag}: codecs take up to 2^31 parameters, --parameters {config.parameters} are more")
     return text
 
@@ -378,5 +378,6 @@ PARSED: dict[str, Callable[[RunConfig], object]] = {
     "stall": _check_stall,
     "aggregate": trim_of,
     "train_score": check_train_score,
+    "parameters": parameters_of,
 }
 """Settings with a notation of their own, and what parses and checks each."""

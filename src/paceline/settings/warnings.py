@@ -153,5 +153,6 @@ def _few_exchanges(config: RunConfig) -> str | None:
     epochs = f"{config.epochs:g} epochs" if config.epochs != 1 else "1 epoch"
     instead = f"{strategy.name}:{most} would exchange {MIN_EXCHANGES} times or more"
     if most < MIN_LOCAL_STEPS:  # an outer momentum over so few steps is a second one (docs/local-steps.md)
-        instead = f"use {'async' if strategy.is_stale else 'sync or allreduce'}, which exchange every step"
+        instead = "async, which exchanges" if strategy.is_stale else "sync or allreduce, which exchange"
+        instead = f"use {instead} every step"
     return f"strategy {config.strategy} with {config.workers} workers exchanges only {often} in {epochs}: {instead}"

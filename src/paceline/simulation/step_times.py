@@ -19,7 +19,7 @@ FORM = (
     "then *1,1,4"
 )
 BLOCK = 128
-MIN_SECONDS = 1e-9
+MIN_SECONDS, MAX_SECONDS = 1e-9, 1e9
 MAX_SPREAD = 5.0
 
 
@@ -177,8 +177,10 @@ def _factor(text: str) -> float:
 
 
 def _positive(value: float, text: str) -> float:
-    if not MIN_SECONDS <= value < math.inf:
+    if not value >= MIN_SECONDS:
         raise UserError(f"'{text}' is not a number above zero (at least a nanosecond)")
+    if value > MAX_SECONDS:
+        raise UserError(f"'{text}' is above {MAX_SECONDS:g} seconds, 30 years")
     return value
 
 

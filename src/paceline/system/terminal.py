@@ -10,6 +10,7 @@ import textwrap
 from typing import TextIO
 
 MIN_WIDTH = 20
+MAX_PLAIN_LOSS = 1e6
 UNLIMITED_WIDTH = 1 << 16
 _COLUMNS = re.compile(r"( *)(\S.*?)(  +)(\S.*)")
 
@@ -44,6 +45,15 @@ def counted(number: int, what: str) -> str:
     """
     ending = "" if number == 1 else "es" if what.endswith(("sh", "s", "x")) else "s"
     return f"{number:,} {what}{ending}"
+
+
+def loss_text(loss: float) -> str:
+    """Return a loss with four places, or with three digits if it has exploded.
+
+    >>> loss_text(0.51234), loss_text(1.2117e18)
+    ('0.5123', '1.21e+18')
+    """
+    return f"{loss:.4f}" if abs(loss) < MAX_PLAIN_LOSS else f"{loss:.3g}"
 
 
 def seconds_text(seconds: float | None) -> str:

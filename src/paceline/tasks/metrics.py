@@ -167,10 +167,15 @@ def weigh(weight: Weight | None, targets: Any, samples: int) -> float:
     return found
 
 
-def require_metrics(metrics: Mapping[str, Metric]) -> None:
+def require_metrics(metrics: Mapping[str, Metric] | None) -> None:
     """Raise UserError for a name that `--target` cannot use or a metric that is neither function nor object."""
-    for name, metric in metrics.items():
-        if name in RESERVED or not name.isidentifier():
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise UserError(
+            f"metrics is {type(metrics).__name__}: give a dict of names and functions of (outputs, targets), as in "
+            '{"error": my_error}'
+        )
+    for name, metric in (metrics or {}).items():
+        if name in RESERVED or not str(name).isidentifier():
             raise UserError(f"metric '{name}': give it a name of letters and digits, other than loss and accuracy")
         if not (callable(metric) or isinstance(metric, WholeSetMetric)):
             raise UserError(f"metric '{name}' is {type(metric).__name__}: give a function of outputs and targets")

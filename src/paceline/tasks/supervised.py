@@ -24,7 +24,7 @@ from paceline.tasks.metrics import ConstantPrediction, Metric, MetricPass, Weigh
 from paceline.tasks.nested import Structure, device_of, each, num_samples, rows_of, tensors_of
 from paceline.tasks.norm_statistics import MAX_BATCH, MAX_SAMPLES, StatisticsEstimator
 from paceline.tasks.own.samples import read_samples, require_alike
-from paceline.tasks.own.trial import require_loss, require_parts, trial_rows
+from paceline.tasks.own.trial import require_loss, require_metric_values, require_parts, trial_rows
 from paceline.tasks.step import StepSettings, TrainingStep
 
 if TYPE_CHECKING:
@@ -132,8 +132,8 @@ class SupervisedTask:
         self.test: Pair | None = read_samples("test", test).pair if test is not None else None
         if self.test is not None:
             require_alike(self.train, self.test)
+        require_metrics(metrics)
         self.metrics = dict(metrics or {})
-        require_metrics(self.metrics)
         self.flat = FlatModule(model, decay)
         self.model = self.flat.module
         self.forward: nn.Module = self.model
@@ -170,20 +170,24 @@ class SupervisedTask:
                 buffer.copy_(value)
 
     def require_step(self, batches: Batches, seed: int) -> None:
-        """Raise UserError if the loss of one train batch, or of one test batch, cannot be computed. Nothing changes."""
+        """Raise UserError if loss or metrics of one train or test batch cannot be computed. Nothing changes."""
 
         def outputs(inputs: Structure, model: nn.Module) -> Any:
             return self._step.outputs(inputs, {}, model)
 
         batch = self.loader(batches, seed, 0).trial()
-        require_loss("train", self.model, outputs, self.loss, (batch.inputs, batch.targets))
+        part, tried = "train", (batch.inputs, batch.targets)
+        require_loss(part, self.model, outputs, self.loss, tried)
         if self.test is not None:
             count = min(batch.samples, evaluation_batch_size(self.test[0]), num_samples(self.test[0]))
             rows = torch.from_numpy(trial_rows(self.test[1], np.arange(count))).to(device_of(self.test))
             inputs, targets = rows_of(self.test[0], rows), rows_of(self.test[1], rows)
             inputs = self.transform(inputs) if self.transform is not None else inputs
+            part, tried = "test", (inputs, targets)
             with torch.no_grad():
-                require_loss("test", self.model, outputs, self.loss, (inputs, targets))
+                require_loss(part, self.model, outputs, self.loss, tried)
+        if self.metrics:
+            require_metric_values(part, self.metrics, self.model, outputs, tried)
 
     def to(self, device: torch.device) -> SupervisedTask:
         """Move the model and the data to `device`; call it before `bind`."""

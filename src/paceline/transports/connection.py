@@ -16,6 +16,7 @@ from paceline.transports.frames import MAGIC, FrameReader, Reading, SendQueue
 from paceline.transports.tls import Tls, fingerprint
 
 SILENT_MILLISECONDS = 20_000  # if sent bytes stay unacknowledged for so long, the other machine is gone
+MAX_PORT = 65535
 ANYWHERE = ("0.0.0.0", "::")  # what to look for, not where to listen
 _PIECE = 1 << 30  # the most bytes per call: TLS takes lengths as C integers
 T = TypeVar("T")
@@ -30,8 +31,10 @@ def parse_address(text: str) -> tuple[str, int]:
     """
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+    if not colon or not host or not port.isdecimal():
         raise UserError(f"address '{text}': write HOST:PORT, like 10.0.0.5:7000")
+    if int(port) > MAX_PORT:
+        raise UserError(f"address '{text}': a port is a number from 0 (a free one) to {MAX_PORT}")
     return host, int(port)
 
 

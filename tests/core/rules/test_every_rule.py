@@ -107,7 +107,7 @@ def test_a_checkpoint_of_another_size_is_refused_naming_both() -> None:
     checkpoint = take_checkpoint(server_with(ForesightCached(0.9, 3), torch.ones(4)), {}, 0, 0.0)
     with pytest.raises(UserError, match=r"cache \[3, 4\].*cache \[4, 4\]"):
         restore(server_with(ForesightCached(0.9, 4), torch.ones(4)), checkpoint)
-    with pytest.raises(UserError, match=r"weights \[4\].*weights \[6\]"):
+    with pytest.raises(UserError, match=r"another model \(4 floats\) .*\(6 floats\)"):
         restore(server_with(ForesightCached(0.9, 3), torch.ones(6)), checkpoint)
     unnamed = dataclasses.replace(
         checkpoint, facts={key: value for key, value in checkpoint.facts.items() if key != "rule"}

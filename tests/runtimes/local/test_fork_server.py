@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import sys
+from typing import Any
 
 import pytest
 
+from paceline.runtimes.local import fork_server
 from paceline.runtimes.local.fork_server import _next_request, receive_row, request
 
 
@@ -33,3 +38,35 @@ def test_a_supervisor_that_ends_with_unread_notices_ends_its_fork_server_without
             theirs.send(b"a notice")
         ours.close()
         assert _next_request(theirs) == (None, [])
+
+
+def leaves(spec: dict[str, Any], fds: list[int]) -> int:
+    """A process whose user's code calls sys.exit."""
+    sys.exit(spec["code"])
+
+
+@pytest.mark.parametrize(("role", "code", "ends_with"), [("worker", 0, 1), ("worker", 4, 4), ("script", 0, 0)])
+def test_a_task_that_exits_well_is_told_as_one_that_fails(
+    role: str, code: int, ends_with: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its worker is gone without a word. A script may end by sys.exit(0)."""
+
+    def exit_with(status: int) -> None:
+        raise ChildProcessError(status)
+
+    monkeypatch.setattr(os, "_exit", exit_with)
+    monkeypatch.setattr(fork_server, "die_with", lambda parent: None)
+    monkeypatch.setattr("paceline.system.subnormals.flush_subnormals", lambda: None)
+    monkeypatch.setitem(fork_server.ROLES, role, f"{__name__}:leaves")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    wakeup, before = signal.set_wakeup_fd(-1), signal.getsignal(signal.SIGCHLD)
+    wanted = {"role": role, "spec": {"code": code}, "path": [*sys.path], "has_output": False}
+    with ours, theirs:
+        with pytest.raises(ChildProcessError, match=f"^{ends_with}$"):
+            fork_server._become(theirs, wanted, [], [], 0)
+        theirs.close()
+        notice = receive_row(ours)
+    signal.set_wakeup_fd(wakeup)
+    signal.signal(signal.SIGCHLD, before)
+    assert (notice is None) == (ends_with == 0)
+    assert notice is None or f"sys.exit({code})" in notice["text"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import signal
@@ -19,6 +20,7 @@ from paceline.assembly.run import make_join, sizes_of
 from paceline.assembly.task import identity_of
 from paceline.core.messages import Push
 from paceline.core.worker import LocalWorker
+from paceline.errors import UserError
 from paceline.runs.events import read_events
 from paceline.runs.folder import ALL_GONE
 from paceline.runtimes.server.runtime import Peers
@@ -159,6 +161,16 @@ def test_a_hello_that_lies_is_refused(bench: Bench, fields: dict[str, Any]) -> N
     bench.ends.pop(0).close()
     assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors
     bench.admit(0)
+
+
+def test_a_build_function_that_returns_other_data_ends_the_run(bench: Bench) -> None:
+    """Every worker would be refused: the user has to seed it."""
+    bench.admit(0)
+    bench.run.host.config = dataclasses.replace(bench.run.host.config, task="task.py:build")
+    with pytest.raises(
+        UserError, match=r"^build\(\) returns other data in each process \(different targets\): give its"
+    ):
+        bench.greet(0, targets=0)
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,57 @@ def test_other_losses_are_not_taken_for_sums(loss: Any) -> None:
     tried(linear(), loss)
 
 
+class Counting:
+    """A metric of the whole set, which needs more samples than a trial has."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+
+    def reset(self) -> None:
+        self.samples = 0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.samples += len(outputs) + 0 * len(targets)
+
+    def compute(self) -> float:
+        if self.samples < 40:
+            raise ValueError("too few samples")
+        return 1.0
+
+
+class Listing(Counting):
+    def compute(self) -> Any:
+        return [1.0, 2.0]
+
+
+@pytest.mark.parametrize("test", [None, (X, Y)], ids=["train", "test"])
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (lambda outputs, targets: outputs.argmax(1) == targets, r"metric 'mine' returned a tensor of shape \(8,\)"),
+        (
+            lambda outputs, targets: outputs @ targets,
+            "metric 'mine' of outputs float32 .*targets int64 .*fails: Runtime",
+        ),
+        (Listing(), "metric 'mine' returned list: return one number"),
+    ],
+)
+def test_a_metric_is_tried_too(metric: Any, message: str, test: Any) -> None:
+    with pytest.raises(UserError, match=message):
+        tried(linear(), CROSS, (X, Y), test, metrics={"mine": metric})
+
+
+def test_a_metric_may_need_more_samples_than_a_trial_has() -> None:
+    metric = Counting()
+    tried(linear(), CROSS, metrics={"mine": metric})
+    assert metric.samples == 0
+
+
+def test_metrics_without_names_are_refused() -> None:
+    with pytest.raises(UserError, match="metrics is list: give a dict of names and functions"):
+        tried(linear(), CROSS, metrics=["acc"])
+
+
 def test_test_data_that_holds_a_nan_can_be_trained_beside() -> None:
     tried(linear(), CROSS, (X, Y), (X * float("nan"), Y))
 

@@ -12,9 +12,9 @@ from paceline.analysis.scored_weights import SHORT
 from paceline.analysis.statistics import FAILED
 from paceline.analysis.status import UNDER_WAY, RunSnapshot, RunStatus
 from paceline.reports.sentences import event_sentence
-from paceline.reports.status_table import MAX_LETTERS, MAX_WORKERS, format_run, format_workers, loss_text
+from paceline.reports.status_table import MAX_LETTERS, MAX_WORKERS, format_run, format_workers, loss_parts
 from paceline.reports.watch.sources import RunSource, pause_after
-from paceline.system.terminal import printable, seconds_text
+from paceline.system.terminal import loss_text, printable, seconds_text
 
 PLAIN_SECONDS = 10.0
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -110,7 +110,7 @@ def _score(row: dict[str, Any], weights: str) -> str | None:
         if accuracy is not None:
             return f"{part.capitalize()} accuracy {accuracy:.2f} % ({weights} weights)"
         if loss is not None:
-            return f"{part.capitalize()} loss {loss:.4f} ({weights} weights)"
+            return f"{part.capitalize()} loss {loss_text(loss)} ({weights} weights)"
     return None
 
 
@@ -168,7 +168,7 @@ def plain_line(status: RunStatus) -> str:
         parts.append(f"{100 * status.fraction:.0f} %")
     if status.updates:
         parts.append(f"update {status.updates:,}")
-    parts += loss_text(status)
+    parts += loss_parts(status)
     if status.rate:
         parts.append(f"{status.rate:,.0f} samples/s")
     return printable(", ".join([*parts, *status.damaged]), MAX_LETTERS)

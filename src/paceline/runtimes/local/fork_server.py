@@ -188,6 +188,7 @@ def _become(supervisor: socket.socket, request: dict[str, Any], fds: list[int], 
         _tell(supervisor, {"kind": "complaint", "pid": os.getpid(), **row})
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        code = code or int(request["role"] != "script")  # a script may end well by sys.exit(0), a task may not
         if code:
             _tell(supervisor, {"kind": "raised", "pid": os.getpid(), **describe_exception(stop)._asdict()})
     except BaseException as error:

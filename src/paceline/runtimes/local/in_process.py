@@ -61,7 +61,7 @@ def train_in_process(
             run_inline(host, replies, instances, lambda: reason[0] if reason else None)
         except PacelineError:
             raise
-        except Exception as error:  # of the user's task: keep what was trained
+        except (Exception, SystemExit) as error:  # of the user's task: keep what was trained
             if server.pushes:
                 host.stop(f"{RAISED}the task: {describe_exception(error).text}")
                 host.finish()

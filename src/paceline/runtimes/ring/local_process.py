@@ -13,7 +13,7 @@ import torch
 
 from paceline.assembly.cpu_sharing import polls_before_sleep
 from paceline.assembly.preflight import announce_batches
-from paceline.assembly.task import identity_of, make_task
+from paceline.assembly.task import identity_of, make_task, why_builds_differ
 from paceline.config import from_dict
 from paceline.core.driver import BareDriver
 from paceline.core.server import Server
@@ -78,9 +78,10 @@ class RingRendezvous:
         except ConnectionResetError:
             packet = b""
         if packet:
-            if wrong := mismatched_keys(identity_of(self.place.task), json.loads(packet)):
-                names = " and ".join(wrong)
-                raise UserError(f"worker {worker} differs from worker 0 in {names}: give all the same data")
+            ours, theirs = identity_of(self.place.task), json.loads(packet)
+            if wrong := mismatched_keys(ours, theirs):
+                differs = f"worker {worker} differs from worker 0 in {' and '.join(wrong)}: give all the same data"
+                raise UserError(why_builds_differ(self.place.config, ours, theirs) or differs)
             self._hellos.add(worker)
             return
         self.ring.forget(connection)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from paceline.errors import UserError
-from paceline.settings.resolve import SCRIPT_DECIDES, SCRIPT_MAY_DECIDE
+from paceline.settings.features import SCRIPT_DECIDES, SCRIPT_MAY_DECIDE
 
 END = "--"  # right behind the script: all that follows is the script's, whatever Paceline's flags are called
 OF_SCRIPTS = frozenset(

@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 from paceline.analysis.collapse import COLLAPSED, logged_losses, why_collapsed
+from paceline.analysis.non_finite import non_finite_row
 from paceline.analysis.reported import ReportedMetrics
 from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig
@@ -392,6 +393,7 @@ class Host:
             self._checkpoints.upkeep(),
             {"chosen_on": self._evaluator.chosen_on(self._goal is not None and self.stop_reason == self._goal.reason)},
             {"best": self._best.found} if self._best is not None else {},
+            non_finite_row(self.config, self.server, self.task, self.work),
             self.reported.rows(self.lost),
         ]
 

@@ -121,9 +121,11 @@ class EventRecorder:
                 self._events.write(kind, now, worker=worker, why=why)
             if kind == "expelled" or (often == 1 and workers <= (1 if kind == "not_finite" else MAX_TOLD)):
                 verb = {"expelled": " is expelled", "suspicious": " looks suspicious"}.get(kind, "")
-                too = (
-                    "; several workers do, so the steps may be too long" if kind == "suspicious" and workers > 1 else ""
-                )
+                too = ""
+                if kind == "suspicious" and self._server.num_workers == 1:
+                    verb, too = "", ", so the steps may be too long"
+                elif kind == "suspicious" and workers > 1:
+                    too = "; several workers do, so the steps may be too long"
                 self._report({"kind": "note", "text": f"worker {worker}{verb}: {why}{too}"})
         found.clear()
 

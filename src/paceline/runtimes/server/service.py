@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from paceline.assembly.task import why_builds_differ
 from paceline.core.buffers import BufferSizes
 from paceline.core.membership import Member
 from paceline.core.messages import EstimatedStatistics, Leave, Push, ReadOptimizer, ReadWeights
@@ -60,8 +61,7 @@ class SupervisorChannel:
         packet, fds = receive_fds(self.connection, 1 << 16, 1)
         if not packet:
             os._exit(1)
-        order: dict[str, Any] = json.loads(packet)
-        return order, fds
+        return dict(json.loads(packet)), fds
 
 
 class Dispatcher:
@@ -226,7 +226,7 @@ class Service:
     ) -> None:
         """`peers` is the host's runtime, `sizes` are those of every worker's memory."""
         self._host, self._peers, self._control = host, peers, control
-        self._sizes = sizes
+        self._sizes, self._expected = sizes, expected
         self._loops: LoopService | None = None
         self._dispatcher = Dispatcher(host, control, expected)
         self._returning: set[int] = set()  # workers that the supervisor will start again, or may
@@ -356,7 +356,9 @@ class Service:
             self.remove(peer)
 
     def join(self, peer: SharedMemoryPeer, hello: Hello) -> None:
-        """Let a worker join, or refuse and disconnect it."""
+        """Let a worker join, or refuse and disconnect it. UserError if a task is another one in each process."""
+        if not self._host.server.version and (why := why_builds_differ(self._host.config, self._expected, hello.facts)):
+            raise UserError(why)
         if (why_not := self._dispatcher.join(hello, self._sizes)) is not None:
             self._host.note_expelled(peer.worker, why_not)
             self._control.note(f"worker {peer.worker} was refused: {why_not}")

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from paceline.errors import UserError
 from paceline.settings.imports import in_a_line
 from paceline.tasks.flat import sharing_parameters
-from paceline.tasks.nested import Structure, each, tensors_of
+from paceline.tasks.metrics import Metric, MetricPass, WholeSetMetric
+from paceline.tasks.nested import Structure, each, num_samples, tensors_of
 from paceline.tasks.own.samples import describe
 
 _BROADCASTS = "Using a target size"  # how torch warns that a loss compares every output with every target
@@ -88,6 +89,40 @@ def require_loss(
             "the loss of a batch is a sum over its samples, as that of all of them twice is twice as large: return the "
             "mean (reduction='mean', or divide by the samples); for steps as long, multiply lr by the batch size"
         )
+
+
+def require_metric_values(
+    part: str,
+    metrics: Mapping[str, Metric],
+    model: nn.Module,
+    outputs_of: Callable[[Structure, nn.Module], Any],
+    batch: tuple[Structure, Structure],
+) -> None:
+    """Compute each metric of one batch on a copy of the model, as an evaluation does; raise UserError if that fails."""
+    try:
+        copy = sharing_parameters(model)
+    except Exception:
+        return
+    inputs, targets = batch
+    with _generators_kept(), torch.no_grad():
+        outputs = outputs_of(inputs, copy.eval())
+        for name, metric in metrics.items():
+            tried = MetricPass({name: metric})
+            try:
+                tried.update(outputs, targets, num_samples(inputs))
+            except UserError:
+                raise
+            except Exception as error:
+                what = f"metric '{name}' of outputs {describe(outputs)} and {part} targets {describe(targets)}"
+                raise UserError(f"{what} fails: {in_a_line(error)}") from error
+            try:
+                tried.compute()
+            except UserError:
+                raise
+            except Exception:  # a metric of the whole set may need more samples than these
+                pass
+            if isinstance(metric, WholeSetMetric):
+                metric.reset()
 
 
 def _is_sum(loss: Callable[[Any, Any], Any], outputs: Any, targets: Structure, value: float) -> bool:

@@ -21,7 +21,6 @@ from paceline.core.own_loop.compression import largest_capacities
 from paceline.core.own_loop.settings import LoopLayout
 from paceline.core.own_loop.torch_optimizer import OptimizerFailed
 from paceline.core.server import Server
-from paceline.core.worker import LocalWorker
 from paceline.errors import DiskError, Interrupted, PacelineError, ProtocolError, RunFailed, UserError
 from paceline.interfaces import Layout, Report
 from paceline.runs.folder import ALL_GONE, LOOPS_ENDED, RunFolder
