@@ -15,7 +15,7 @@ from paceline.core.worker import LocalWorker
 from paceline.interfaces import Layout
 from paceline.runs.result import staleness_summary
 from paceline.settings.resolve import lr_scale
-from paceline.settings.strategies import on_ring, strategy_of
+from paceline.settings.strategies import moves_bytes, on_ring, strategy_of
 from paceline.simulation.cluster import cluster_of
 from paceline.simulation.event_queue import EventQueue
 from paceline.simulation.simulator import Simulation
@@ -41,8 +41,8 @@ class Forecast:
     bytes_per_second: float
 
 
-def forecast(config: RunConfig, layout: Layout) -> Forecast:
-    """Simulate the cluster of `config` for about 40 pushes of each worker."""
+def forecast(config: RunConfig, layout: Layout, samples: float | None = None) -> Forecast:
+    """Simulate the cluster of `config` for about 40 pushes of each worker, of a run over so many samples."""
     workers = config.workers or 1
     pushes = max(MIN_PUSHES, PUSHES_A_WORKER * workers)
     updates = -(-pushes // strategy_of(config).pushes_per_update(workers))
@@ -58,11 +58,12 @@ def forecast(config: RunConfig, layout: Layout) -> Forecast:
     simulation.run()
     server, elapsed = simulation.side.server, queue.now
     staleness = staleness_summary(server.staleness)
-    moved = server.bytes_pushed + server.bytes_pulled
+    moved = server.bytes_pushed + server.bytes_pulled if moves_bytes(config) else 0
     if on_ring(config):
         moved = server.nbytes * 2 * (workers - 1) * server.version
     computing = sum(worker.computing for worker in simulation.workers) / (workers * elapsed)
-    speed, efficiency = server.samples / elapsed, statistical_efficiency(config, num_batches(config))
+    speed = server.samples / elapsed
+    efficiency = statistical_efficiency(config, num_batches(config, samples))
     rates = speed, efficiency, speed * efficiency
     stale = staleness["mean"], staleness["p95"]
     return Forecast(config.strategy, lr_scale(config), workers, *rates, *stale, computing, moved / elapsed)

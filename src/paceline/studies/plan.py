@@ -5,6 +5,7 @@ What counts is the time to an accuracy: samples/s times the share of them that c
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 import tempfile
@@ -12,15 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.assembly.efficiency import FIT_ERROR
 from paceline.assembly.run import timing_layout
 from paceline.config import FIELDS, SIMULATED_ONLY, RunConfig, given
-from paceline.errors import UserError
+from paceline.data.datasets import DATASETS, resolve_dataset
+from paceline.errors import DataError, UserError
 from paceline.launch import train
 from paceline.reports.console import Console
 from paceline.reports.tables import Column, fit_table
 from paceline.settings.ranks import rank_here
-from paceline.settings.resolve import lr_scale, resolve
-from paceline.settings.strategies import ASYNC, on_star, strategy_of, worth_comparing
+from paceline.settings.resolve import resolve
+from paceline.settings.strategies import ASYNC, moves_bytes, on_star, strategy_of, worth_comparing
 from paceline.simulation.cluster import cluster_of
 from paceline.simulation.forecast import Forecast, forecast
 from paceline.system.cpu import cores
@@ -28,10 +31,11 @@ from paceline.system.terminal import UNLIMITED_WIDTH, fold, fold_command
 
 PROBE_STEPS, PROBE_SECONDS = 120, 4.0
 LOCAL_STEPS = 16
-NEAR = 0.9  # prefer fewer workers, no local steps and no staleness, at or above this share of the shortest time
+MAX_SCALE = 8  # at larger factors of the lr, runs of one lr and more seeds than not end at chance
+NEAR = 0.9  # prefer fewer workers, no local steps and the lr as it is, at or above this share of the best
 LEGEND = (
-    "count: samples that bring as much as those of one worker, by a fit that is off by a factor of 1.2 on average "
-    "(docs/simulate.md#plan); useful/s: samples/s times that; times: useful/s, of one worker's"
+    "count: the share of samples that bring as much as those of one worker, by a fit that is off by a factor of "
+    f"{FIT_ERROR:g} (docs/simulate.md); useful/s: samples/s times that; times: useful/s, of one worker's"
 )
 OF_THE_PLAN = ("strategy", "workers", "path", "local_steps", "outer_lr", "outer_momentum", "outer_warmup")
 """Settings that a plan chooses itself."""
@@ -76,26 +80,28 @@ def make_plan(config: RunConfig, console: Console) -> Plan:
         found = f"--speeds '{config.speeds}': a plan tries several numbers of workers"
         raise UserError(f"{found}; give one speed for all, as in 30ms")
     cluster_of(RunConfig(link=config.link, server_time=config.server_time), num_parameters=0)  # before the probe
-    measured = config
+    with contextlib.suppress(DataError):  # a plan of stated speeds needs no data; only their number counts
+        config, _ = resolve_dataset(config)
     if config.speeds is None and config.like is None:
         with tempfile.TemporaryDirectory() as temporary:
             console.note("probing this machine with two workers for a few seconds")
             measured = dataclasses.replace(config, like=str(probe(config, console, Path(temporary))))
-            found = _simulate_all(measured, console)
+            forecasts = _simulate_all(measured, console)
     else:
-        found = _simulate_all(config, console)
-    choice, reason = choose(found)
-    return Plan(found, choice, reason, command(config, choice))
+        forecasts = _simulate_all(config, console)
+    choice, reason = choose(forecasts)
+    return Plan(forecasts, choice, reason, command(config, choice))
 
 
 def _simulate_all(config: RunConfig, console: Console) -> list[Forecast]:
     if config.task is not None and config.parameters is None:
         raise UserError("a plan for a custom task needs its size: add --parameters, as in --parameters 25.6M")
     layout = timing_layout(config)
+    samples = config.epochs * DATASETS[config.dataset].train_size if config.task is None else None
     cells = [(workers, strategy) for workers in sizes(config) for strategy in worth_comparing(workers, LOCAL_STEPS)]
     found = []
     for number, (workers, strategy) in enumerate(cells):
-        found.append(forecast(resolve(_cell(config, workers, strategy)), layout))
+        found.append(forecast(resolve(_cell(config, workers, strategy)), layout, samples))
         console.report({"kind": "working", "text": f"simulated {number + 1} of {len(cells)}"})
     return found
 
@@ -106,24 +112,35 @@ def _cell(config: RunConfig, workers: int, strategy: str) -> RunConfig:
     cell = dataclasses.replace(cell, local_steps=None, outer_lr=None, outer_momentum=None, outer_warmup=None)
     if not on_star(cell):
         cell = dataclasses.replace(cell, codec=None, pull_codec=None)
-    scaled = dataclasses.replace(cell, scale_lr="auto")
-    if config.scale_lr == "none" and not strategy_of(cell).is_local and lr_scale(scaled) > 1.0:
-        return scaled
+    if not moves_bytes(cell):
+        cell = dataclasses.replace(cell, link=None)
+    if config.scale_lr == "none" and config.optimizer == "sgd" and not strategy_of(cell).is_local:
+        return dataclasses.replace(cell, scale_lr=_scale(strategy, workers))
     return cell
+
+
+def _scale(strategy: str, workers: int) -> str:
+    """The longest step that is worth trying, as `--scale-lr` takes it.
+
+    >>> [_scale(name, 12) for name in ("sync", "backup:4", "async")]
+    ['8', 'auto', 'none']
+    """
+    pushes = strategy_of(strategy).pushes_per_step(workers)
+    return "none" if pushes == 1 else "auto" if pushes <= MAX_SCALE else str(MAX_SCALE)
 
 
 def choose(found: list[Forecast]) -> tuple[Forecast, str]:
     """Choose among the candidates that reach an accuracy about as soon as the best, and say why in two sentences.
 
-    Fewer workers come first, then an exchange every step, then no staleness.
+    Fewer workers come first, then an exchange every step, then the lr as it is: a longer step may be too long.
     """
     best = max(found, key=lambda one: one.useful_per_second)
     near = [one for one in found if one.useful_per_second >= NEAR * best.useful_per_second]
     workers = min(one.workers for one in near)
     smallest = [one for one in near if one.workers == workers]
     every_step = [one for one in smallest if not strategy_of(one.strategy).is_local]
-    even = [one for one in every_step or smallest if not one.staleness]
-    choice = max(even or every_step or smallest, key=lambda one: one.useful_per_second)
+    same_lr = [one for one in every_step or smallest if one.lr_scale == 1.0]
+    choice = max(same_lr or every_step or smallest, key=lambda one: one.useful_per_second)
     return choice, f"use {_why(choice, best, found)} {_most_samples(choice, found)}"
 
 
@@ -136,7 +153,8 @@ def _why(choice: Forecast, best: Forecast, found: list[Forecast]) -> str:
         rest = f": {_name(soonest)} takes {_time(soonest, choice)} of its time to an accuracy" if soonest else ""
         return f"one worker{rest}."
     stale = f"{choice.staleness:.1f} updates stale" if choice.staleness else "never stale"
-    other = "" if choice is best else f"; {_name(best)} takes {_time(best, alone)}"
+    is_sooner = _time(best, alone) != _time(choice, alone)
+    other = f"; {_name(best)} takes {_time(best, alone)}" if is_sooner else ""
     counting = f"as {100 * choice.efficiency:.0f} % of its samples count (its pushes are {stale})"
     return f"{_name(choice)}: it takes {_time(choice, alone)} of one worker's time to an accuracy, {counting}{other}."
 
@@ -147,7 +165,7 @@ def _most_samples(choice: Forecast, found: list[Forecast]) -> str:
     if choice.samples_per_second >= fastest.samples_per_second:
         return "Nothing here has more samples/s."
     more = f"{fastest.samples_per_second / choice.samples_per_second:.2f} times as many"
-    return f"The most samples/s has {_name(fastest)}: {more}, of which {100 * fastest.efficiency:.0f} % count."
+    return f"{_name(fastest)} has the most samples/s, {more}, but {100 * fastest.efficiency:.0f} % of them count."
 
 
 def _time(one: Forecast, other: Forecast) -> str:
@@ -171,8 +189,10 @@ def command(config: RunConfig, choice: Forecast) -> str:
     >>> command(RunConfig(model="cnn", speeds="30ms", lr=0.01), choice)
     'paceline train --strategy sync --workers 2 --scale-lr auto --model cnn --lr 0.01'
     """
-    words = ["paceline", "train", "--strategy", choice.strategy, "--workers", str(choice.workers)]
-    words += ["--scale-lr", "auto"] if choice.lr_scale != 1.0 and config.scale_lr == "none" else []
+    is_scaled = config.scale_lr == "none" and choice.lr_scale != 1.0
+    words = ["paceline", "train", "--strategy", choice.strategy]
+    words += ["--workers", str(choice.workers)] if choice.workers > 1 else []
+    words += ["--scale-lr", _scale(choice.strategy, choice.workers)] if is_scaled else []
     words += ["--hosts", "HOSTS"] if config.link is not None and choice.workers > 1 else []
     for name in given(config, (name for name in FIELDS if name not in (*OF_THE_PLAN, *SIMULATED_ONLY, "runs"))):
         values = value if isinstance(value := getattr(config, name), list) else [value]
