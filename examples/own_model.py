@@ -24,4 +24,4 @@ def build() -> paceline.Task:
 
 if __name__ == "__main__":
     result = paceline.train(build, strategy="async", workers=2, epochs=30, lr=0.05, momentum=0.5)
-    print(f"test accuracy {result['test_accuracy']:.1f} % in {result['train_seconds']:.1f} s: {result['folder']}")
+    print(f"test accuracy {result['test_accuracy']:.2f} % in {result['train_seconds']:.1f} s: {result['folder']}")

@@ -12,9 +12,9 @@ import pytest
 from paceline.analysis.listing import runs_in, runs_of
 from paceline.analysis.status import read_status
 from paceline.cli.main import main
-from paceline.reports.console import closing_lines
 from paceline.reports.report_data import RunReader
 from paceline.reports.run_tables import compare, run_list
+from paceline.reports.sentences import closing_lines
 from paceline.reports.status_table import format_status
 from tests.support.made_up_runs import log_events, make_folder, result_of, started
 from tests.support.recorded_runs import Record
@@ -111,3 +111,9 @@ def test_a_damaged_report_is_left_out(tmp_path: Path, damage: Any) -> None:
     folder = make_folder(tmp_path)
     folder.write_result(result_of(folder, reported=damage))
     assert runs_of([folder.path])[0][0]["metrics"] is None
+
+
+def test_the_value_that_holds_and_those_of_the_others_have_as_many_decimals(tmp_path: Path) -> None:
+    result = result_of(make_folder(tmp_path), reported={"0": {"val_acc": 91.0}, "1": {"val_acc": 91.33}})
+    said = "reported by worker 0: val_acc 91.00 (2 workers: 91.00 to 91.33)"
+    assert said in closing_lines(result, None, "runs/run")

@@ -13,9 +13,9 @@ from paceline.analysis.scored_weights import by_weights, comparable, kind_of
 from paceline.analysis.status import read_status
 from paceline.cli.main import main
 from paceline.errors import UserError
-from paceline.reports.console import closing_lines
 from paceline.reports.report_data import RunReader
 from paceline.reports.run_tables import compare, run_list
+from paceline.reports.sentences import closing_lines
 from paceline.reports.watch.terminal import sentences
 from paceline.runs.folder import RunFolder
 from tests.support.made_up_runs import make_folder, result_of

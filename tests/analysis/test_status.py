@@ -146,6 +146,17 @@ def test_a_run_without_accounts_has_the_shares_of_its_result(tmp_path: Path) -> 
     assert found.reason == "interrupted"
 
 
+def test_the_loss_of_an_ended_run_is_that_of_its_end_or_says_of_which_update_it_is(tmp_path: Path) -> None:
+    """The last row of its progress may be long before its end."""
+    folder = folder_with(tmp_path, progress_row(0.34, 0.2) | {"loss": 2.1})
+    assert (read_status(folder.path).loss, read_status(folder.path).loss_at) == (2.1, 34)
+    result = {"status": "finished", "reason": None, "updates": 188, "train_seconds": 1.0}
+    folder.write_result({**result, "train_loss": 1.5})
+    assert (read_status(folder.path).loss, read_status(folder.path).loss_at) == (1.5, 188)
+    folder.write_result(result)
+    assert (read_status(folder.path).loss, read_status(folder.path).loss_at) == (2.1, 34)
+
+
 def test_a_simulated_run_names_its_slow_worker_and_its_paused_one(tmp_path: Path, small_sample: None) -> None:
     faults = tmp_path / "faults.toml"
     faults.write_text('[[fault]]\nkind = "pause"\nat = 50.0\nworker = 0\nlasts = 1000.0\n')

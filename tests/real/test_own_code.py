@@ -34,7 +34,7 @@ def test_the_example_of_an_own_model_learns(tmp_path: Path) -> None:
     done = python(EXAMPLES / "own_model.py", tmp_path)
     assert done.returncode == 0, done.stderr
     assert result_of(only_run(tmp_path))["test_accuracy"] > 95.0
-    assert "rule auto: foresight (2 workers, labels spread evenly)" in done.stdout + done.stderr
+    assert "rule auto: foresight (2 workers, data divided evenly)" in done.stdout + done.stderr
     assert result_of(only_run(tmp_path))["rule_applied"] == "foresight (step limited) (averaged)"
     assert "identical to the run" in run("replay", str(only_run(tmp_path)), cwd=tmp_path).out
 
@@ -47,7 +47,7 @@ def test_the_example_of_an_own_loop_learns_on_two_workers(tmp_path: Path, strate
     result = result_of(only_run(tmp_path))
     assert result["workers"] == 2 and result["reported"]["0"]["test_accuracy"] > 95.0
     assert "worker 0 of 2: test accuracy" in command.out
-    announced = "rule auto: foresight (2 workers, labels spread evenly)" in command.out + command.err
+    announced = "rule auto: foresight (2 workers, data divided evenly)" in command.out + command.err
     applied = "foresight (step limited)" if strategy == "async" else "plain"
     assert announced == (strategy == "async") and result["rule_applied"] == applied
 

@@ -183,6 +183,59 @@ def test_an_exploded_loss_has_few_short_labels_and_begins_where_it_began(tmp_pat
 
 
 @needs_chromium
+def test_a_narrow_logarithmic_axis_has_three_labels_at_least(tmp_path: Path) -> None:
+    ranges = [
+        (0.2, 1.2),
+        (0.21, 1.2),
+        (0.02, 3.0),
+        (0.5, 2.1),
+        (0.9, 1.1),
+        (1e-6, 2.0),
+        (3.0, 29.0),
+        (1.0, 1e20),
+        (0.21, 2.3),
+    ]
+    numbers = (files("paceline.reports") / "assets/numbers.js").read_text(encoding="utf-8")
+    with Browser(tmp_path / "profile") as browser:
+        for count in (5, 6, 9):
+            asked = f"{list(map(list, ranges))}.map(([a, b]) => logTicks(a, b, {count}))"
+            marks = browser.evaluate(f"(() => {{ {numbers}; return {asked} }})()")
+            for (low, high), found in zip(ranges, marks, strict=True):
+                assert 3 <= len(found) <= count + 1 and low * 0.99 <= found[0] < found[-1] <= high * 1.01, (low, found)
+                third = (high / low) ** 0.34
+                assert (found[0] <= low * third and found[-1] >= high / third) or count == 5, (low, found)
+
+
+@needs_chromium
+def test_a_band_is_drawn_of_several_pushes_and_stretches_no_axis(tmp_path: Path) -> None:
+    """Most spans of a short run hold one push: of these, the band is the distance from the smoothed line."""
+    losses = [1.0, 0.9] * 20
+    for name, times in (
+        ("alone", [0.1 * one for one in range(40)]),
+        ("together", [0.1 * (one // 4) for one in range(40)]),
+    ):
+        folder = whole_run(tmp_path / name / "runs", name, pushes=0)
+        values = [1e-6 if place == 25 else loss for place, loss in enumerate(losses)]
+        log_inputs(folder, [(push(one % 2, one // 2, loss), times[one]) for one, loss in enumerate(values)])
+        chart = chart_of(report(tmp_path / name), "Loss")
+        assert ('class="band"' in chart) == ("least to greatest" in chart) == (name == "together")
+        assert "1e-6" not in chart and "0.001" not in chart
+
+
+@needs_chromium
+def test_regressions_have_a_best_run_and_equal_scores_are_said_to_be(tmp_path: Path) -> None:
+    for name, loss in (("a", 0.5), ("b", 0.25), ("c", 0.25)):
+        folder = whole_run(tmp_path / "runs", name)
+        none = {"test_accuracy": None, "test_correct": None, "per_class_accuracy": [], "weights": "live"}
+        folder.write_result(result_of(folder, test_loss=loss, **none))
+    said = re.findall(r"3 runs: [^<]*", report(tmp_path))[0]
+    assert "Best are b and c with test loss 0.2500 (live weights), chosen on the test set." in said
+    folder.write_result(result_of(folder, test_loss=0.2, **none))
+    said = re.findall(r"3 runs: [^<]*", report(tmp_path))[0]
+    assert "Best is c with test loss 0.2000 (live weights) in 4 s of training, chosen on the test set." in said
+
+
+@needs_chromium
 def test_an_exploded_run_does_not_flatten_the_others(tmp_path: Path) -> None:
     for name in ("calm", "calmer"):
         whole_run(tmp_path / "runs", name)
@@ -228,6 +281,26 @@ def test_the_table_has_results_before_settings_that_tell_nothing(tmp_path: Path)
     page = report(tmp_path)
     assert columns_of(page)[:7] == ["run", "strategy", "lr", "test %, live", "test %, avg", "time", "samples/s"]
     assert "validation" in re.findall(r"Listed under [^<]*", page)[0]
+
+
+@needs_chromium
+def test_the_page_has_the_differing_settings_that_compare_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `auto` means depends on other settings, and so does what it was resolved to."""
+    for name, threads, average in (("one", 1, "on"), ("two", 2, "none")):
+        settings: dict[str, Any] = {"threads": threads, "average": average}
+        folder = whole_run(tmp_path / "runs", name, strategy="async", **settings)
+        folder.write_result(result_of(folder, rule_applied=f"foresight{' (averaged)' * (average == 'on')}"))
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["compare", str(tmp_path / "runs")]) == 0
+    head = capsys.readouterr().out.splitlines()[0]
+    page = report(tmp_path)
+    listed = re.findall(r"<dt[^>]*>([^<]*)</dt>", page.split('id="differs"')[1].split("</section>")[0])
+    assert sorted(listed) == ["average", "scored weights", "threads"]
+    assert {"threads", "average"} <= set(columns_of(page)) and "rule" not in columns_of(page)
+    assert not [name for name in listed if name not in head], head
+    assert "rule" not in head
 
 
 @needs_chromium

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.analysis.status import read_status
 from paceline.analysis.tail import RECORDS
+from paceline.cli.output import show
 from paceline.core.messages import Disposition
 from paceline.errors import UserError
 from paceline.reports.report_data import MAX_BARS, RunReader, bars, run_names
@@ -65,7 +67,8 @@ def test_a_whole_run(tmp_path: Path) -> None:
     [
         ({"strategy": "sync", "model": "cnn"}, "sync, cnn on fashion-mnist", "fashion-mnist"),
         ({"task": "mine/spirals.py:build"}, "async, spirals:build", "spirals:build"),
-        ({"task": "script:own_loop"}, "async, script own_loop", "script own_loop"),
+        ({"task": "mine.spirals:build"}, "async, spirals:build", "spirals:build"),
+        ({"task": "script:own_loop"}, "async, own_loop.py", "own_loop.py"),
         ({"task": "spirals"}, "async, spirals", "spirals"),
     ],
 )
@@ -365,3 +368,20 @@ def test_many_events_of_one_kind_are_told_first_and_last(tmp_path: Path) -> None
     found = digest_of(folder)
     assert (len(found["happenings"]), found["happenings_left_out"]) == (200, 300)
     assert found["happenings"][-1]["t"] == 499
+
+
+def test_the_end_of_a_run_its_page_and_its_status_divide_the_time_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The result knows only computing and waiting."""
+    folder = whole_run(tmp_path)
+    server = {"server": [2.36, 2.36], "waiting": [0.04, 0.04], "state": ["done", "done"]}
+    log_events(folder, accounts(4.0, [1.6, 1.6], **server))
+    result = result_of(folder, utilisation=[{"computing": 0.39, "waiting": 0.61}] * 2)
+    folder.write_result(result)
+    said = "workers: 40 % computing, 59 % at the server, 1 % waiting"
+    assert show(folder, folder.result() or {}, as_json=False) == 0
+    assert said in capsys.readouterr().out
+    assert said in digest_of(folder)["closing"]
+    (first, _) = read_status(folder.path).workers
+    assert first.shares == {"computing": 0.4, "waiting": 0.01, "server": 0.59}

@@ -258,6 +258,13 @@ def test_runs_of_different_tasks_are_in_separate_tables(runs: Path) -> None:
     assert "run0" not in tables["train.py:"] and "own" not in tables["fashion-mnist:"]
 
 
+def test_a_task_by_its_file_and_by_its_module_is_one_experiment(tmp_path: Path) -> None:
+    """As `python cnn.py` records it, and a program that imports it."""
+    for name, task in (("a", "/home/me/cnn.py:build"), ("b", "cnn:build")):
+        RunFolder.create(RunConfig(runs=str(tmp_path), name=name, task=task)).write_result(finished(80.0, task=task))
+    assert "\n\n" not in compare(runs_in(tmp_path), 200) and "cnn:build" in run_list(runs_in(tmp_path), 200)
+
+
 def test_a_long_table_is_cut_and_says_how_to_see_the_rest(runs: Path) -> None:
     rows = runs_in(runs)
     for text in (run_list(rows, 80, 4), compare(rows, 80, 4)):
@@ -389,3 +396,16 @@ def test_the_tables_of_other_verbs_lose_columns_on_a_narrow_terminal(monkeypatch
     assert whole.split("\n")[0].split() == ["data", "set", "train", "test", "found"]
     assert narrow.split("\n")[0].split() == ["data", "set", "found"]
     assert set(DROP_ORDER) < set(HEAD)
+
+
+def test_regressions_have_their_loss_in_every_table_and_the_lowest_is_named(tmp_path: Path) -> None:
+    """All three average their weights: the score of the saved ones is kept on a narrow terminal."""
+    for name, loss, live in (("a", 0.5, 0.4), ("b", 0.25, 0.3), ("c", 0.75, 0.8)):
+        scores = {"test_loss": loss, "live_test_loss": live, "weights": "averaged", "train_accuracy": None}
+        settings = {"task": "fit.py:build", "lr": 0.1 if name == "a" else 0.2, "average": "on"}
+        RunFolder.create(RunConfig(runs=str(tmp_path), name=name, **settings)).write_result(finished(None, **scores))
+    rows = choose(runs_in(tmp_path), [], "run")
+    assert "lowest test loss, averaged weights: b (0.2500)" in compare(rows, 200)
+    assert "test loss avg" in compare(rows, 60).splitlines()[0]
+    listed = run_list(rows, 80).splitlines()
+    assert "test loss avg" in listed[0] and "test %" not in listed[0] and "0.2500" in listed[2]

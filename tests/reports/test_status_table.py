@@ -68,3 +68,10 @@ def test_steps_that_the_rule_shortens_are_one_line(factor: float | None, said: b
     text = format_status(RunStatus("runs/it", "async", "lenet5", 8, "running", step_factor=factor))
     assert ("step limit: lr x 0.61, for the curvature that 8 workers' steps meet" in text) == said
     assert ("step limit" in text) == said
+
+
+@pytest.mark.parametrize(("at", "said"), [(188, "loss 1.5268,"), (34, "loss 1.5268 at update 34,"), (None, "loss")])
+def test_a_loss_says_of_which_update_it_is_if_more_followed(at: int | None, said: str) -> None:
+    loss = None if at is None else 1.5268
+    found = RunStatus("it", "async", "own", 2, "finished", updates=188, rate=10.0, loss=loss, loss_at=at)
+    assert (said in format_status(found)) == (at is not None)

@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 
 from paceline.analysis.listing import runs_of
-from paceline.reports.console import closing_lines
 from paceline.reports.run_tables import compare
+from paceline.reports.sentences import closing_lines
 from paceline.runs.events import read_events
 from paceline.runs.snapshots import read_best
 from paceline.settings.stopping import require_measured

@@ -16,8 +16,8 @@ from torch import Tensor
 from paceline.analysis.listing import runs_of
 from paceline.core.messages import Resume
 from paceline.errors import UserError
-from paceline.reports.console import closing_lines
 from paceline.reports.run_tables import compare
+from paceline.reports.sentences import closing_lines
 from paceline.runs.arrival_log import _PUSH, RECORD_BYTES
 from paceline.runs.durable_files import write_atomically
 from paceline.runs.events import read_events

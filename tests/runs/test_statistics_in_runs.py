@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.reports.console import closing_lines
+from paceline.reports.sentences import closing_lines
 from paceline.runs.compare_replay import compare
 from paceline.runs.recording import open_recording
 from paceline.runs.result import shared_state

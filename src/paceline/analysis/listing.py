@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from paceline.analysis.differences import compared_settings
 from paceline.analysis.naming import dataset_name, model_name, read_named_settings
 from paceline.analysis.reported import read_reported, reported_so_far
-from paceline.analysis.scored_weights import BY_WEIGHTS, SCORES, by_weights, comparable, kind_of
+from paceline.analysis.scored_weights import BY_WEIGHTS, SCORES, by_weights, comparable
 from paceline.config import ALIASES, FIELDS, is_simulated
 from paceline.errors import UserError, unknown_name
 from paceline.runs.events import RowParser, read_tail
 from paceline.runs.folder import RunFolder
-from paceline.settings.rules import average_in_words
 from paceline.settings.stopping import BestMetric, is_lower_better
 from paceline.system.sealed_weights import check_weights
 from paceline.system.strict_json import is_number
@@ -109,7 +109,13 @@ def _name(folder: RunFolder, above: Path) -> str:
 
 
 def _row(folder: RunFolder, name: str) -> Row:
-    row: Row = {**dict.fromkeys(KEYS), "run": name, "path": str(folder.path), "status": "damaged", "changed": 0.0}
+    row: Row = {
+        **dict.fromkeys((*KEYS, "compared")),
+        "run": name,
+        "path": str(folder.path),
+        "status": "damaged",
+        "changed": 0.0,
+    }
     try:
         row["changed"] = _changed(folder)
         config = folder.config()
@@ -118,8 +124,8 @@ def _row(folder: RunFolder, name: str) -> Row:
         row |= {setting: settings[setting] for setting in SETTINGS}
         row |= {"kind": "simulated" if is_simulated(config) else "real"}
         row |= {"model": model_name(settings), "dataset": dataset_name(settings)}
-        row["average"] = average_in_words(config)  # auto means another thing for each strategy
-        row["weights"] = kind_of(result or {}, config)
+        row["compared"] = compared_settings(config, result, settings)
+        row |= {"average": row["compared"]["average"], "weights": row["compared"]["scored_weights"]}
         if result is None:
             return row | _so_far(folder)
         return row | _ended(result, row["weights"]) | {"problem": weights_problem(folder, result, MAX_CHECKED_NBYTES)}

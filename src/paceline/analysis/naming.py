@@ -20,7 +20,7 @@ def model_name(facts: Facts) -> str:
     """The model: as in `--model`, or the class of an own one; if that was not recorded, the script or task.
 
     >>> model_name({"task": "script:train", "model": "Net"}), model_name({"task": "tasks.py:build", "model": None})
-    ('Net', 'tasks.py:build')
+    ('Net', 'tasks:build')
     >>> model_name({"timing_only": True, "parameters": "62k", "model": "lenet5"})
     '62k parameters'
     """
@@ -43,14 +43,21 @@ def dataset_name(facts: Facts) -> str:
 def own_source(facts: Facts) -> str | None:
     """The file of an own loop, or the function of an own task; None for a built-in model and data set.
 
-    >>> own_source({"task": "script:train"}), own_source({"task": "code/tasks.py:build"}), own_source({"task": None})
-    ('train.py', 'tasks.py:build', None)
+    Runs of one source are compared. A task is the same by its file and by its module.
+
+    >>> own_source({"task": "script:train"}), own_source({"task": None})
+    ('train.py', None)
+    >>> own_source({"task": "code/cnn.py:build"}), own_source({"task": "code.cnn:build"})
+    ('cnn:build', 'cnn:build')
     """
     task = facts.get("task")
     if not task:
         return None
-    kind, _, name = str(task).partition(":")
-    return f"{name}.py" if kind == SCRIPT else str(task).rpartition("/")[2]
+    where, _, name = str(task).rpartition(":")
+    if where == SCRIPT:
+        return f"{name}.py"
+    module = where.removesuffix(".py").replace("/", ".").rpartition(".")[2]
+    return f"{module}:{name}" if module else name
 
 
 def subject(facts: Facts) -> str:

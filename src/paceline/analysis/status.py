@@ -68,7 +68,8 @@ class RunStatus:
     workers: tuple[WorkerStatus, ...] = ()
     workers_at: float | None = None  # when the workers' figures were written, by the run's clock; None: never
     samples: int = 0
-    loss: float | None = None  # mean over the latest pushes
+    loss: float | None = None  # of an ended run that scored its train data, that score; else of its latest pushes
+    loss_at: int | None = None  # the update that the loss belongs to
     staleness: float | None = None  # mean over all pushes so far
     step_factor: float | None = None  # what the rule's step limit multiplied the learning rate by, as last written
     test_accuracy: float | None = None  # latest evaluation, in percent
@@ -111,6 +112,7 @@ def _status_of(folder: RunFolder, events: list[Row], quiet: float | None, damage
     workers, span = _workers(events, result, whole=simulated or status in ENDED)
     row = result or last
     deals: int = accounts.get("deal", 0)
+    scored = (result or {}).get("train_loss")
     return RunStatus(
         run=str(folder.path),
         strategy=config.strategy,
@@ -132,7 +134,8 @@ def _status_of(folder: RunFolder, events: list[Row], quiet: float | None, damage
         workers=tuple(workers),
         workers_at=accounts.get("now"),
         samples=row.get("samples", 0),
-        loss=last.get("loss"),
+        loss=scored if scored is not None else last.get("loss"),
+        loss_at=row.get("updates") if scored is not None else last.get("updates"),
         staleness=last.get("staleness"),
         step_factor=last.get("step_factor"),
         test_accuracy=(result or _last(events, "evaluation")).get("test_accuracy"),
@@ -182,13 +185,18 @@ def seconds_left(events: Iterable[Row]) -> float | None:
 def _workers(events: list[Row], result: Row | None, whole: bool) -> tuple[list[WorkerStatus], float | None]:
     rows = [row for row in events if row.get("kind") == "workers" and is_whole(row)]
     if not rows:
-        shares = (result or {}).get("utilisation") or []
-        return [WorkerStatus(worker, "done", dict(parts)) for worker, parts in enumerate(shares)], None
+        return workers_of_result(result), None
     last = rows[-1]
     earlier = [row for row in rows[:-1] if row["now"] >= last["now"] - WINDOW_SECONDS]
     if whole or not earlier or not any(last["steps"]):
         return workers_of(last), None
     return workers_of(last, earlier[0]), round(last["now"] - earlier[0]["now"], 3)
+
+
+def workers_of_result(result: Row | None) -> list[WorkerStatus]:
+    """Return what the result tells of each worker, which knows fewer parts of its time than a `workers` event."""
+    shares = (result or {}).get("utilisation") or []
+    return [WorkerStatus(worker, "done", dict(parts)) for worker, parts in enumerate(shares)]
 
 
 def is_whole(row: Row) -> bool:

@@ -100,7 +100,7 @@ def _print_runs(rows: list[dict[str, Any]], parsed: argparse.Namespace, text: st
     from paceline.reports.tables import as_csv
 
     if parsed.json:
-        print(to_json(rows, indent=2))
+        print(to_json([{key: row[key] for key in KEYS} for row in rows], indent=2))
     elif parsed.csv:
         print(as_csv([as_texts(row) for row in rows], KEYS), end="")
     else:

@@ -1,4 +1,4 @@
-"""Terminal output of a run: a progress bar or plain lines, then the final figures."""
+"""Terminal output of a run while it goes on: a progress bar or plain lines."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
 
-from paceline.analysis.naming import own_source
-from paceline.analysis.reported import read_reported
-from paceline.analysis.scored_weights import LIVE, kind_of
-from paceline.analysis.statistics import FAILED
-from paceline.system.terminal import can_redraw, counted, fold_for, printable, seconds_text, terminal_width
+from paceline.system.terminal import can_redraw, fold_for, seconds_text, terminal_width
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -26,8 +22,6 @@ LINES_PER_DOUBLING = 20
 FRAME_SECONDS = 0.1
 TIMED_SECONDS = 1.0  # of an activity, before the time left is estimated
 NARROW = 64  # columns below which the bar is dropped and only the figures are shown
-NOTABLE_PERCENT = 5.0  # by which the least busy worker is below the mean, to be named
-MAX_CLASSES = 20  # classes listed one by one; the result has all
 MAX_WAITING, MAX_FRAMES_WAITING = 1000, 16
 """Texts that wait for a reader: beyond this, notes are dropped and counted, and frames of the bar are left out."""
 DRAIN_SECONDS = 2.0  # how long the end of a command waits for a reader
@@ -267,129 +261,3 @@ def _figures(row: dict[str, Any]) -> str:
     if row["staleness"]:
         parts.append(f"stale {row['staleness']:.1f}")
     return "  ".join(parts)
-
-
-def closing_lines(result: dict[str, Any], classes: tuple[str, ...] | None, folder: str) -> list[str]:
-    """Return the final lines: what was trained, its scores as the published tables name them, then the other figures.
-
-    The published tables write a training time as 02:55:634; `reproduce` reads theirs, and here it is 2 min 56 s.
-    """
-    lines = [_headline(result), *_scores(result), *_scored_weights(result)]
-    if result["per_class_accuracy"]:
-        lines.append(_per_class(result["per_class_accuracy"], classes))
-    lines.append(_pace(result))
-    if result["workers"] != 1:
-        stale = result["staleness"]
-        lines.append(f"staleness in updates: mean {stale['mean']:.1f}, max {stale['max']}")
-    if result["dropped_pushes"]:
-        lines.append(f"dropped: {counted(result['dropped_pushes'], 'push')}")
-    if result.get("utilisation"):
-        lines.append(_shares(result["utilisation"]))
-    lines += _reported(result)
-    if result.get("chosen_on"):
-        lines.append(_choice(result))
-    lines.append(f"run folder: {folder}")
-    return lines
-
-
-def _headline(result: dict[str, Any]) -> str:
-    """Return how the run ended, and what trained on what. The reason of a failure is a sentence of its own."""
-    reason = f" ({result['reason']})" if result["reason"] and result["status"] not in FAILED else ""
-    own = own_source(result)
-    what = printable(own) if own is not None else f"{result.get('model')} on {result.get('dataset')}"
-    if result.get("timing_only"):
-        what = f"times only, {result['num_parameters']:,} parameters"
-    workers = "1 worker" if result["workers"] == 1 else f"{result['workers']} workers"
-    return f"{result['status']}{reason}: {what}, {result['strategy']}, {workers}"
-
-
-def _scores(result: dict[str, Any]) -> list[str]:
-    """Return one line for each part of the data, test first, with the values below each other."""
-    found = []
-    for which in ("test", "validation", "train"):
-        accuracy, loss, total = (result[f"{which}_{name}"] for name in ("accuracy", "loss", "total"))
-        values = [f"{accuracy:.2f} % ({result[f'{which}_correct']}/{total})"] if accuracy is not None else []
-        if loss is not None:
-            values.append(f"loss {loss:.4f}" if values else f"{loss:.4f}")
-        values += [f"{name} {_measured(value)}" for name, value in (result.get(f"{which}_metrics") or {}).items()]
-        if values and which == "train" and total is not None and total < (whole := result.get("epoch_samples") or 0):
-            values.append(f"on {total:,} of {whole:,} samples")
-        if values:
-            found.append((f"Average {which} {'accuracy' if accuracy is not None else 'loss'}:", ", ".join(values)))
-    width = max((len(label) for label, _ in found), default=0)
-    return [f"{label:<{width}} {values}" for label, values in found]
-
-
-def _pace(result: dict[str, Any]) -> str:
-    """Return the training time, virtual if the run was simulated, and the work done in it."""
-    took = seconds_text(result["train_seconds"])
-    if result.get("simulated"):
-        took += f" of virtual time, simulated in {seconds_text(result['wall_seconds'])}"
-    rate = f"{result['samples_per_second']:,.0f} samples/s"
-    return f"training time: {took}; {result['updates']:,} updates, {result['samples']:,} samples, {rate}"
-
-
-def _scored_weights(result: dict[str, Any]) -> list[str]:
-    """Return which weights the scores belong to, and the live weights' scores if they are others and known."""
-    part = next((part for part in ("test", "validation", "train") if result.get(f"{part}_loss") is not None), None)
-    if part is None:
-        return []
-    if kind_of(result) == LIVE:
-        return ["scored and saved: the live weights"]
-    accuracy, loss = result.get(f"live_{part}_accuracy"), result.get(f"live_{part}_loss")
-    live = [f"{part} accuracy {accuracy:.2f} %"] if accuracy is not None else []
-    live += [f"{part} loss {loss:.4f}"] if loss is not None else []
-    return ["scored and saved: the averaged weights" + (f" (live weights: {', '.join(live)})" if live else "")]
-
-
-def _reported(result: dict[str, Any]) -> list[str]:
-    """Return the metrics of an own loop: the value that holds, whose it is, and how far those of other workers lie."""
-    by_worker: dict[int, list[str]] = {}
-    for name, one in read_reported(result).items():
-        values = [row[name] for row in result["reported"].values() if name in row]
-        finite = [value for value in values if value is not None]
-        spread = ""
-        if len({_measured(value) for value in values}) > 1 and finite:
-            spread = f" ({len(values)} workers: {_measured(min(finite))} to {_measured(max(finite))})"
-        by_worker.setdefault(one.worker, []).append(f"{name} {_measured(one.value)}{spread}")
-    return [f"reported by worker {worker}: {', '.join(texts)}" for worker, texts in sorted(by_worker.items())]
-
-
-def _choice(result: dict[str, Any]) -> str:
-    """Return what was chosen by which data: scores on the same data are too good for what was chosen by them."""
-    best, on_test = result.get("best"), result["chosen_on"] == "test"
-    data = "the test set" if on_test else "the validation data"
-    hint = ": --validation 0.1 holds out data to choose by" if on_test else ""
-    if best:
-        optimistic = ", so their score there is too good" if on_test else ""
-        return f"best.safetensors: the best weights (update {best['updates']:,}), chosen on {data}{optimistic}{hint}"
-    optimistic = ", whose scores are therefore too good" if on_test else ""
-    return f"the end of the run chosen on {data}{optimistic}{hint}"
-
-
-def _measured(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4g}"
-
-
-def _shares(utilisation: list[dict[str, float]]) -> str:
-    """Return how the workers spent their time, and the least busy one if it is far below the others.
-
-    >>> _shares([{"computing": 0.9, "waiting": 0.1}, {"computing": 0.5, "waiting": 0.5}])
-    'workers: 70 % computing, 30 % waiting; the least busy, worker 1: 50 % computing'
-    """
-    number = len(utilisation)
-    means = {name: 100 * sum(worker[name] for worker in utilisation) / number for name in utilisation[0]}
-    least = min(range(number), key=lambda worker: utilisation[worker]["computing"])
-    lowest = 100 * utilisation[least]["computing"]
-    text = "workers: " + ", ".join(f"{mean:.0f} % {name}" for name, mean in means.items() if mean >= 0.5)
-    far = means["computing"] - lowest >= NOTABLE_PERCENT
-    return text + (f"; the least busy, worker {least}: {lowest:.0f} % computing" if far else "")
-
-
-def _per_class(accuracies: list[float | None], classes: tuple[str, ...] | None) -> str:
-    names = classes or tuple(str(number) for number in range(len(accuracies)))
-    scored = [(name, value) for name, value in zip(names, accuracies, strict=False) if value is not None]
-    lowest = sorted(scored, key=lambda one: one[1])
-    shown = lowest if len(lowest) <= MAX_CLASSES else lowest[:5]
-    more = f" of {len(scored)}" if len(shown) < len(scored) else ""
-    return f"Test accuracy by class, worst{more} first: " + ", ".join(f"{name} {value:.1f}" for name, value in shown)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paceline.analysis.naming import NO_DATA, model_name, subject
+from paceline.analysis.differences import compared_settings
+from paceline.analysis.naming import NO_DATA, model_name, own_source, read_named_settings, subject
 from paceline.analysis.reported import read_reported
 from paceline.analysis.scored_weights import SCORES as FINAL_SCORES
 from paceline.analysis.scored_weights import by_weights, kind_of
-from paceline.analysis.status import UNDER_WAY, RunStatus, seconds_left, status_without_result
+from paceline.analysis.status import UNDER_WAY, RunStatus, seconds_left, status_without_result, workers_of_result
 from paceline.analysis.stragglers import stragglers
 from paceline.analysis.tail import ArrivalFollower, EventFollower
-from paceline.config import SCRIPT, RunConfig, is_simulated, max_workers_of, to_dict
+from paceline.config import RunConfig, is_simulated, max_workers_of, to_dict
 from paceline.errors import UserError
 from paceline.reports.aggregates import EVALUATED, SCORES, Aggregates, number
 from paceline.reports.sentences import class_names, closing, outcome_sentence
@@ -110,7 +112,7 @@ class RunReader:
             "going_on": going_on,
             **run_names(settings),
             "verdict": outcome_sentence(status, figures, resume_hint),
-            "closing": closing(self._result, classes, str(self.folder.path)),
+            "closing": closing(self._result, classes, str(self.folder.path), self._shares()),
             "notes": self._notes(going_on),
             "figures": figures,
             "course": _loss(aggregates),
@@ -127,10 +129,18 @@ class RunReader:
             "happenings": happenings,
             "happenings_left_out": left_out,
             "settings": settings,
+            "compared": self._compared(),
             "machine": result.get("environment") or {},
             **{name: origin.get(name) for name in ("command", "made")},
             **{name: result.get(name) for name in ("git", "weights_sha256", "data_origin")},
         }
+
+    def _compared(self) -> dict[str, Any]:
+        """Return the settings by which the run is compared with others; none if they cannot be read."""
+        if self._config is None:
+            return {}
+        recorded = read_named_settings(self.folder, self._config, self._result)
+        return compared_settings(self._config, self._result, recorded)
 
     def _figures(self, status: str) -> dict[str, Any]:
         """Return the figures of the result, or those in the events so far."""
@@ -199,6 +209,10 @@ class RunReader:
         pairs = [[int(value), int(count)] for value, count in counted.items()] if isinstance(counted, dict) else None
         return bars(pairs if pairs is not None else self._aggregates.stale or [])
 
+    def _shares(self) -> list[Mapping[str, float]]:
+        """Return the shares of each worker's time, as `status` has them."""
+        return [one.shares for one in self._aggregates.workers(whole=True)[0] or workers_of_result(self._result)]
+
     def _workers(self, status: str) -> tuple[list[dict[str, Any]], int, list[str]]:
         """Return a row per worker, stragglers first if there are many, the number left out, and sentences on them."""
         simulated = self._config is not None and is_simulated(self._config)
@@ -224,13 +238,11 @@ def run_names(settings: dict[str, Any]) -> dict[str, str | None]:
     >>> run_names({"strategy": "backup:1", "model": "lenet5", "dataset": "fashion-mnist"})["title"]
     'backup:1, lenet5 on fashion-mnist'
     """
-    strategy, task = settings.get("strategy"), settings.get("task")
-    if task is None:
+    strategy, own = settings.get("strategy"), own_source(settings)
+    if own is None:
         model, dataset = settings.get("model"), settings.get("dataset")
         what = f"{model} on {dataset}" if model and dataset else None
     else:
-        where, _, function = str(task).partition(":")
-        own = f"script {function}" if where == SCRIPT else f"{Path(where).stem}:{function}" if function else where
         model, dataset, what = own, own, own
     if settings.get("timing_only"):
         model, dataset, what = model_name(settings), NO_DATA, subject(settings)

@@ -8,26 +8,23 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from paceline.analysis.listing import SETTINGS, Row, value_of
+from paceline.analysis.differences import differing, setting_text
+from paceline.analysis.listing import Row, value_of
 from paceline.analysis.naming import own_source
 from paceline.analysis.scored_weights import KINDS, SHORT, comparable
 from paceline.reports.status_table import MAX_LETTERS
 from paceline.reports.tables import Column, FittedTable, fitted_table, shortened
-from paceline.settings.rules import AUTOMATIC
 from paceline.settings.stopping import BestMetric, is_lower_better
 from paceline.system.strict_json import is_number
 from paceline.system.terminal import fold, printable
 
 MAX_DIFFERENCES = 8  # settings with a column; the others are listed below the table
-IGNORED_SETTINGS = (
-    *("data_dir", "track", "keep", "checkpoint_every", "restart", "restart_workers", "recovery", "durable"),
-    *("like", "mirror", "task", "name", "keep_going"),
-)
-"""Settings that do not affect how runs compare, or that have a column anyway."""
-COMPARED = [name for name in SETTINGS if name not in IGNORED_SETTINGS]
 FIRST = ("strategy", "workers", "threads", "model", "rule", "lr", "average")  # settings that come first if they differ
-DERIVED = ("rule", "warmup", "threads", "average")  # settings with a default that depends on others
-SHARED = ("strategy", "workers", "model", "dataset", "rule", "optimizer", "lr", "epochs", "steps", "weights", "seed")
+DERIVED = ("rule", "warmup", "threads", "average", "scored_weights")  # settings with a default that depends on others
+SHARED = (
+    *("strategy", "workers", "model", "dataset", "rule", "optimizer", "lr", "epochs", "steps"),
+    *("scored_weights", "seed"),
+)
 """Settings that are named below the table if they are the same for all runs."""
 MAX_METRICS = 4  # metrics of own code with a column
 MAX_RUNS = 40  # of a table on a terminal
@@ -50,12 +47,13 @@ def _by_weights(head: str, score: str, form: str, drop_order: int) -> list[Figur
 
 
 TEST_ACCURACIES = _by_weights("test %", "test_accuracy", ".2f", 9)
+TEST_LOSSES = _by_weights("test loss", "test_loss", ".4f", 3)
 FIGURES = (
     FigureColumn("seconds", "train_seconds", ",.1f", 9),
     FigureColumn("samples/s", "samples_per_second", ",.0f", 7),
     *_by_weights("train %", "train_accuracy", ".2f", 4),
     *TEST_ACCURACIES,
-    *_by_weights("test loss", "test_loss", ".4f", 3),
+    *TEST_LOSSES,
     FigureColumn("stale", "staleness_mean", ".2f", 2),
     FigureColumn("dropped", "dropped_pushes", ",.0f", 1),
 )
@@ -74,6 +72,9 @@ def run_list(rows: list[Row], width: int, most: int | None = None) -> str:
     """Return one line per run, at most so many, then the problems of damaged runs."""
     shown = rows[:most]
     scored = any(row[one.key] is not None for one in TEST_ACCURACIES for row in shown)
+    without = [row for row in shown if row["test_accuracy"] is None and row["test_loss"] is not None]
+    figures = [*(TEST_ACCURACIES if scored else []), *(TEST_LOSSES if without else [])]
+    preferred = _preferred(shown)
     metrics = metric_names(shown)[:MAX_METRICS]
     columns: list[tuple[Column, Callable[[Row], str]]] = [
         (Column("strategy", 5), lambda row: str(row["strategy"] or "-")),
@@ -82,7 +83,10 @@ def run_list(rows: list[Row], width: int, most: int | None = None) -> str:
         (Column("workers", 3), lambda row: str(row["workers"] or "-")),
         (Column("kind", 0), _kind),
         (Column("status", 0), _status),
-        *((Column(one.head, 4), lambda row, one=one: _number(row[one.key], one.form)) for one in TEST_ACCURACIES),
+        *(
+            (Column(one.head, 4 + (one.key in preferred)), lambda row, one=one: _number(row[one.key], one.form))
+            for one in figures
+        ),
         *((Column(name, 3 if scored else 6), lambda row, name=name: _metric(row, name)) for name in metrics),
         (Column("changed", 1), lambda row: time.strftime("%Y-%m-%d %H:%M", time.localtime(row["changed"]))),
     ]
@@ -120,8 +124,8 @@ def _task_of(row: Row) -> str | None:
 
 def _group(rows: list[Row], width: int, most: int | None) -> str:
     sound = [row for row in rows if row["strategy"] is not None]
-    differing = [name for name in COMPARED if len({_setting(row, name) for row in sound}) > 1]
-    ordered = sorted(differing, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
+    differ = differing([row["compared"] for row in sound])
+    ordered = sorted(differ, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
     settings = ordered[:MAX_DIFFERENCES] if len(sound) > 1 else ["strategy", "workers"]
     shown = rows[:most]
     figures = [figure for figure in FIGURES if any(row[figure.key] is not None for row in shown)]
@@ -131,9 +135,10 @@ def _group(rows: list[Row], width: int, most: int | None) -> str:
     scored = any(row[one.key] is not None for one in TEST_ACCURACIES for row in shown)
     same_status = len(rows) > 1 and len({_status(row) for row in rows}) == 1 and bool(sound)
     columns = [Column(_flag(name), 10 if name == "strategy" else 6 if name in DERIVED else 8) for name in settings]
+    preferred = _preferred(sound)
     columns += [
-        Column(figure.head, figure.drop_order if scored or not figure.head.startswith("test loss") else 9)
-        for figure in figures
+        Column(one.head, (9 if one in TEST_LOSSES and not scored else one.drop_order) + (one.key in preferred))
+        for one in figures
     ]
     columns += [Column(name, 5 if scored else 9) for name in metrics[:MAX_METRICS]]
     columns += [] if same_status else [Column("status", 0)]
@@ -149,7 +154,7 @@ def _group(rows: list[Row], width: int, most: int | None) -> str:
     (text, left_out), names = _named_table(columns, cells, shown, width)
     lines = [text, *_left_out(left_out, width), *_cut(rows, shown, width)]
     if len(sound) > 1:
-        same = [f"{_flag(name)} {_setting(sound[0], name)}" for name in SHARED if name not in differing]
+        same = [f"{_flag(name)} {_setting(sound[0], name)}" for name in SHARED if name not in differ]
         same = [part for part in same if not part.endswith(" -")]
         same += [f"status {_status(rows[0])}"] if same_status else []
         lines += [fold(printable(f"same for all: {', '.join(same)}", MAX_LETTERS), width)] if same else []
@@ -169,6 +174,11 @@ def _group(rows: list[Row], width: int, most: int | None) -> str:
     return "\n".join(lines)
 
 
+def _preferred(rows: list[Row]) -> set[str | None]:
+    """Return the scores for the weights that all runs are compared by: their columns go last if space is short."""
+    return {comparable(rows, score) for score in ("test_accuracy", "test_loss")}
+
+
 def _is_sampled(row: Row) -> bool:
     """Whether the train data was scored on a sample of it."""
     total, whole = row["train_total"], row["epoch_samples"]
@@ -176,13 +186,16 @@ def _is_sampled(row: Row) -> bool:
 
 
 def _best_lines(rows: list[Row], names: dict[str, str], width: int) -> list[str]:
-    """Name the run with the best test accuracy or, without one, that with the best of the metrics that tell."""
-    key = comparable(rows, "test_accuracy")
-    if any(row["test_accuracy"] is not None for row in rows):
-        orders = [(BestMetric(key, False), f"test accuracy, {key.partition('_')[0]} weights", ".2f")] if key else []
-    else:
+    """Name the run with the best test accuracy or, without one, the lowest test loss and the metrics that tell."""
+    score, lower, form = ("test_accuracy", False, ".2f")
+    if all(row[score] is None for row in rows):
+        score, lower, form = ("test_loss", True, ".4f")
+    key = comparable(rows, score)
+    what = f"{score.replace('_', ' ')}, {str(key).partition('_')[0]} weights"
+    orders = [(BestMetric(key, lower), what, form)] if key else []
+    if lower:
         known = [(name, is_lower_better(name)) for name in metric_names(rows)[:MAX_METRICS]]
-        orders = [(BestMetric(name, lower), name, ".4g") for name, lower in known if lower is not None]
+        orders += [(BestMetric(name, lower), name, ".4g") for name, lower in known if lower is not None]
     lines = []
     for order, what, form in orders:
         found = {row["run"]: value_of(row, order.metric) for row in rows if row["status"] == "finished"}
@@ -283,17 +296,12 @@ def _status(row: Row) -> str:
 
 
 def _flag(name: str) -> str:
-    return {"dataset": "data", "weights": "scored weights"}.get(name, name.replace("_", "-"))
+    return {"dataset": "data", "scored_weights": "scored weights"}.get(name, name.replace("_", "-"))
 
 
 def _setting(row: Row, name: str) -> str:
-    """Return a setting as a cell; of an automatic rule also the rule that it chose."""
-    value = row[name]
-    if name == "rule" and value in AUTOMATIC and row["rule_applied"]:
-        return f"{value}: {row['rule_applied']}"
-    if value is None:
-        return "-"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    """Return a setting, as it was applied, as a cell. Runs in one table share their data, whose own name is known."""
+    return str(row["dataset"]) if name == "dataset" else setting_text((row["compared"] or {}).get(name))
 
 
 def _short_rule(row: Row, rows: list[Row]) -> str:

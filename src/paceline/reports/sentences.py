@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.analysis.scored_weights import AVERAGED
+from paceline.analysis.naming import own_source
+from paceline.analysis.reported import read_reported
+from paceline.analysis.scored_weights import AVERAGED, LIVE, kind_of
 from paceline.analysis.statistics import FAILED
 from paceline.data.catalog import DATASETS
-from paceline.reports.console import closing_lines
-from paceline.system.terminal import printable, seconds_text
+from paceline.system.terminal import counted, printable, seconds_text
 
 MAX_TEXT = 400  # characters of an event: its row may come from anybody
+NOTABLE_PERCENT = 5.0  # by which the least busy worker is below the mean, to be named
+MAX_CLASSES = 20  # classes listed one by one; the result has all
+PART_NAMES = {"computing": "computing", "server": "at the server", "waiting": "waiting", "sending": "sending"}
 FIRST_WORDS = {"stopped": "Stopped early", "killed": "Ended without a result"}
 
 
@@ -60,17 +65,169 @@ def _how_fast(figures: dict[str, Any]) -> str:
     return text + (f" ({rate:,.0f} samples/s)" if rate else "")
 
 
-def closing(result: dict[str, Any] | None, classes: tuple[str, ...] | None, folder: str) -> list[str]:
-    """Return the closing lines of the run; empty if its result is incomplete."""
-    try:
-        return closing_lines(result, classes, folder) if result is not None else []
-    except (KeyError, TypeError, ValueError):
-        return []
-
-
 def class_names(settings: dict[str, Any]) -> tuple[str, ...] | None:
     info = DATASETS.get(str(settings.get("dataset"))) if settings.get("task") is None else None
     return info.classes if info is not None else None
+
+
+def closing_lines(
+    result: dict[str, Any],
+    classes: tuple[str, ...] | None,
+    folder: str,
+    shares: Sequence[Mapping[str, float]] = (),
+) -> list[str]:
+    """Return the final lines: what was trained, its scores as the published tables name them, then the other figures.
+
+    `shares` are those of each worker's time, as `status` has them. The published tables write a training time as
+    02:55:634; `reproduce` reads theirs, and here it is 2 min 56 s.
+    """
+    lines = [_headline(result), *_scores(result), *_scored_weights(result)]
+    if result["per_class_accuracy"]:
+        lines.append(_per_class(result["per_class_accuracy"], classes))
+    lines.append(_pace(result))
+    if result["workers"] != 1:
+        stale = result["staleness"]
+        lines.append(f"staleness in updates: mean {stale['mean']:.1f}, max {stale['max']}")
+    if result["dropped_pushes"]:
+        lines.append(f"dropped: {counted(result['dropped_pushes'], 'push')}")
+    if any(shares):
+        lines.append(_shares(shares))
+    lines += _reported(result)
+    if result.get("chosen_on"):
+        lines.append(_choice(result))
+    lines.append(f"run folder: {folder}")
+    return lines
+
+
+def _headline(result: dict[str, Any]) -> str:
+    """Return how the run ended, and what trained on what. The reason of a failure is a sentence of its own."""
+    reason = f" ({result['reason']})" if result["reason"] and result["status"] not in FAILED else ""
+    own = own_source(result)
+    what = printable(own) if own is not None else f"{result.get('model')} on {result.get('dataset')}"
+    if result.get("timing_only"):
+        what = f"times only, {result['num_parameters']:,} parameters"
+    workers = "1 worker" if result["workers"] == 1 else f"{result['workers']} workers"
+    return f"{result['status']}{reason}: {what}, {result['strategy']}, {workers}"
+
+
+def _scores(result: dict[str, Any]) -> list[str]:
+    """Return one line for each part of the data, test first, with the values below each other."""
+    found = []
+    for which in ("test", "validation", "train"):
+        accuracy, loss, total = (result[f"{which}_{name}"] for name in ("accuracy", "loss", "total"))
+        values = [f"{accuracy:.2f} % ({result[f'{which}_correct']}/{total})"] if accuracy is not None else []
+        if loss is not None:
+            values.append(f"loss {loss:.4f}" if values else f"{loss:.4f}")
+        values += [f"{name} {_measured(value)}" for name, value in (result.get(f"{which}_metrics") or {}).items()]
+        if values and which == "train" and total is not None and total < (whole := result.get("epoch_samples") or 0):
+            values.append(f"on {total:,} of {whole:,} samples")
+        if values:
+            found.append((f"Average {which} {'accuracy' if accuracy is not None else 'loss'}:", ", ".join(values)))
+    width = max((len(label) for label, _ in found), default=0)
+    return [f"{label:<{width}} {values}" for label, values in found]
+
+
+def _pace(result: dict[str, Any]) -> str:
+    """Return the training time, virtual if the run was simulated, and the work done in it."""
+    took = seconds_text(result["train_seconds"])
+    if result.get("simulated"):
+        took += f" of virtual time, simulated in {seconds_text(result['wall_seconds'])}"
+    rate = f"{result['samples_per_second']:,.0f} samples/s"
+    return f"training time: {took}; {result['updates']:,} updates, {result['samples']:,} samples, {rate}"
+
+
+def _scored_weights(result: dict[str, Any]) -> list[str]:
+    """Return which weights the scores belong to, and the live weights' scores if they are others and known."""
+    part = next((part for part in ("test", "validation", "train") if result.get(f"{part}_loss") is not None), None)
+    if part is None:
+        return []
+    if kind_of(result) == LIVE:
+        return ["scored and saved: the live weights"]
+    accuracy, loss = result.get(f"live_{part}_accuracy"), result.get(f"live_{part}_loss")
+    live = [f"{part} accuracy {accuracy:.2f} %"] if accuracy is not None else []
+    live += [f"{part} loss {loss:.4f}"] if loss is not None else []
+    return ["scored and saved: the averaged weights" + (f" (live weights: {', '.join(live)})" if live else "")]
+
+
+def _reported(result: dict[str, Any]) -> list[str]:
+    """Return the metrics of an own loop: the value that holds, whose it is, and how far those of other workers lie."""
+    by_worker: dict[int, list[str]] = {}
+    for name, one in read_reported(result).items():
+        values = [row[name] for row in result["reported"].values() if name in row]
+        finite = [value for value in values if value is not None]
+        spread = ""
+        text = _measured(one.value)
+        if len({_measured(value) for value in values}) > 1 and finite:
+            least, most, *held = _alike([min(finite), max(finite), *([one.value] if one.value is not None else [])])
+            spread, text = f" ({len(values)} workers: {least} to {most})", held[0] if held else text
+        by_worker.setdefault(one.worker, []).append(f"{name} {text}{spread}")
+    return [f"reported by worker {worker}: {', '.join(texts)}" for worker, texts in sorted(by_worker.items())]
+
+
+def _choice(result: dict[str, Any]) -> str:
+    """Return what was chosen by which data: scores on the same data are too good for what was chosen by them."""
+    best, on_test = result.get("best"), result["chosen_on"] == "test"
+    data = "the test set" if on_test else "the validation data"
+    hint = ": --validation 0.1 holds out data to choose by" if on_test else ""
+    if best:
+        optimistic = ", so their score there is too good" if on_test else ""
+        return f"best.safetensors: the best weights (update {best['updates']:,}), chosen on {data}{optimistic}{hint}"
+    optimistic = ", whose scores are therefore too good" if on_test else ""
+    return f"the end of the run chosen on {data}{optimistic}{hint}"
+
+
+def _measured(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def _alike(values: Sequence[float]) -> list[str]:
+    """Return the values to four digits, with as many decimals for all as one of them needs.
+
+    >>> _alike([91.0, 91.33]), _alike([1e-7, 3.0])
+    (['91.00', '91.33'], ['1e-07', '3'])
+    """
+    texts = [_measured(value) for value in values]
+    if any("e" in text for text in texts):
+        return texts
+    decimals = max(len(text.partition(".")[2]) for text in texts)
+    return [f"{float(text):.{decimals}f}" for text in texts]
+
+
+def _shares(shares: Sequence[Mapping[str, float]]) -> str:
+    """Return how the workers spent their time, and the least busy one if it is far below the others.
+
+    >>> _shares([{"computing": 0.9, "waiting": 0.1}, {"computing": 0.5, "waiting": 0.2, "server": 0.3}])
+    'workers: 70 % computing, 15 % at the server, 15 % waiting; the least busy, worker 1: 50 % computing'
+    """
+    known = {worker: parts for worker, parts in enumerate(shares) if parts}
+    means = {part: 100 * sum(parts.get(part, 0.0) for parts in known.values()) / len(known) for part in PART_NAMES}
+    least = min(known, key=lambda worker: known[worker].get("computing", 0.0))
+    lowest = 100 * known[least].get("computing", 0.0)
+    text = "workers: " + ", ".join(f"{mean:.0f} % {PART_NAMES[part]}" for part, mean in means.items() if mean >= 0.5)
+    far = means["computing"] - lowest >= NOTABLE_PERCENT
+    return text + (f"; the least busy, worker {least}: {lowest:.0f} % computing" if far else "")
+
+
+def _per_class(accuracies: list[float | None], classes: tuple[str, ...] | None) -> str:
+    names = classes or tuple(str(number) for number in range(len(accuracies)))
+    scored = [(name, value) for name, value in zip(names, accuracies, strict=False) if value is not None]
+    lowest = sorted(scored, key=lambda one: one[1])
+    shown = lowest if len(lowest) <= MAX_CLASSES else lowest[:5]
+    more = f" of {len(scored)}" if len(shown) < len(scored) else ""
+    return f"Test accuracy by class, worst{more} first: " + ", ".join(f"{name} {value:.1f}" for name, value in shown)
+
+
+def closing(
+    result: dict[str, Any] | None,
+    classes: tuple[str, ...] | None,
+    folder: str,
+    shares: Sequence[Mapping[str, float]],
+) -> list[str]:
+    """Return the closing lines of the run; empty if its result is incomplete."""
+    try:
+        return closing_lines(result, classes, folder, shares) if result is not None else []
+    except (KeyError, TypeError, ValueError):
+        return []
 
 
 def event_sentence(row: dict[str, Any]) -> str | None:

@@ -75,6 +75,7 @@ def _run_line(status: RunStatus) -> str:
         parts.append(f"update {status.updates:,}{more}")
     if status.fraction is not None:
         parts.append(f"{100 * status.fraction:.0f} % of the budget")
+    parts += loss_text(status)
     if status.rate:
         parts.append(f"{status.rate:,.0f} samples/s")
     if status.seconds:
@@ -86,6 +87,14 @@ def _run_line(status: RunStatus) -> str:
     for name, one in status.reported.items():
         parts.append(f"{name} {'not finite' if one.value is None else f'{one.value:.4g}'} (worker {one.worker})")
     return ", ".join(parts)
+
+
+def loss_text(status: RunStatus) -> list[str]:
+    """Return the loss, with its update if the run has made more since; nothing if it is unknown."""
+    if status.loss is None:
+        return []
+    at = f" at update {status.loss_at:,}" if status.loss_at is not None and status.loss_at != status.updates else ""
+    return [f"loss {status.loss:.4f}{at}"]
 
 
 def _select_workers(workers: Sequence[WorkerStatus], found: Sequence[Straggler], count: int) -> list[WorkerStatus]:

@@ -23,6 +23,8 @@ SKEWED = 0.3  # from this distance on, the labels of workers count as skewed
 MAX_AT_FULL_STEP = 10  # workers up to which a step that is not measured keeps its length
 MAX_WARMUP, WARMUP_OF_MANY = 0.1, 1.6  # a tenth of the run; many workers have few rounds, and warm up for fewer
 AUTOMATIC = ("auto", "auto-counted")
+EVENLY, IN_SHARES, WHOLE = "data divided evenly", "data divided by --shard-weights", "all data at each"
+"""How data is divided by a split that does not look at labels."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,12 @@ class RuleChoice:
         return f"rule auto: {self.rule}{shorter} ({self.why}){measured}"
 
 
-def choose(workers: int, skew: float | None, optimizer: str, is_measured: bool = True) -> RuleChoice:
+def choose(
+    workers: int, skew: float | None, optimizer: str, is_measured: bool = True, data: str | None = None
+) -> RuleChoice:
     """Choose a rule by the number of workers, the skew of their labels (None: unknown) and the optimizer.
+
+    `data` says how the data is divided if labels play no part in that: targets need not be labels.
 
     Measured on a validation split of Fashion-MNIST (docs/rules.md): foresight is best or level with the best at the
     user's lr and momentum. If labels are skewed, foresight-fair makes the data of slow workers count as much as that of
@@ -62,14 +68,14 @@ def choose(workers: int, skew: float | None, optimizer: str, is_measured: bool =
     ['foresight-fair', 'plain', 'cached']
     >>> choose(30, 0.0, "sgd").line(30)
     'rule auto: foresight (30 workers, labels spread evenly), steps limited by the curvature they meet'
-    >>> choose(30, 0.0, "sgd", is_measured=False).line(30)
-    'rule auto: foresight, steps x 0.33 (30 workers, labels spread evenly)'
+    >>> choose(30, 0.0, "sgd", is_measured=False, data="data divided evenly").line(30)
+    'rule auto: foresight, steps x 0.33 (30 workers, data divided evenly)'
     """
     if workers == 1:
         return RuleChoice("plain", 0, "one worker: nothing is stale")
     skewed = skew is None or skew >= SKEWED
     spread = "unknown" if skew is None else f"{skew:.0%} from the whole" if skewed else "spread evenly"
-    why = f"{workers} workers, labels {spread}"
+    why = f"{workers} workers, {data or f'labels {spread}'}"
     if optimizer == "script":
         return RuleChoice("cached" if skewed else "ahead", MAX_AT_FULL_STEP, f"{why}, {optimizer} inside")
     is_sgd = optimizer == "sgd"
@@ -216,11 +222,15 @@ def chosen(config: RunConfig, skew: float | None) -> RuleChoice:
 
     >>> [chosen(RunConfig(workers=4, split=split), None).rule for split in ("iid", "full", "labels")]
     ['foresight', 'foresight', 'foresight-fair']
+    >>> chosen(RunConfig(workers=4, split="iid"), 0.0).why
+    '4 workers, data divided evenly'
     """
-    if split_of(config).kind in ("iid", "full"):
-        skew = 0.0
+    data = {"iid": IN_SHARES if config.shard_weights else EVENLY, "full": WHOLE}.get(split_of(config).kind)
+    skew = 0.0 if data is not None else skew
     workers = max(config.workers or 1, min(max_workers_of(config), 2))
-    return choose(workers, skew, "nesterov" if config.nesterov else config.optimizer, config.rule != "auto-counted")
+    return choose(
+        workers, skew, "nesterov" if config.nesterov else config.optimizer, config.rule != "auto-counted", data
+    )
 
 
 def build_rule(

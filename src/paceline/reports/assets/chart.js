@@ -109,7 +109,7 @@ class LineChart extends Figure {
     this.box = box;
     const x = spanOf(spec.series.map((one) => one.x), spec.x);
     const asked = this.log ?? spec.y.log;
-    const y = spanOf(spec.series.flatMap((one) => [one.y, ...(one.inside ? [one.inside] : [])]), { ...spec.y, log: asked, zero: spec.y.zero && !asked });
+    const y = spanOf(spec.series.map((one) => one.y), { ...spec.y, log: asked, zero: spec.y.zero && !asked });
     const log = asked && y.low > 0;
     this.scale.hidden = !spec.y.scales;
     setText(this.scale, log ? "linear scale" : "log scale");
@@ -179,12 +179,14 @@ class LineChart extends Figure {
     }
   }
 
+  // Return the outline of a band: a piece for each stretch of neighbours that have one.
   area(one) {
-    const places = one.x.map((_, place) => place).filter((place) => known(one.low[place]) && known(one.high[place]));
     const at = (place, value) => `${this.toX(one.x[place]).toFixed(1)} ${this.toY(value).toFixed(1)}`;
-    const up = places.map((place) => at(place, one.high[place]));
-    const down = places.reverse().map((place) => at(place, one.low[place]));
-    return up.length > 1 ? `M${up.join("L")}L${down.join("L")}Z` : "";
+    return stretchesOf(one.low, one.high).map((places) => {
+      const up = places.map((place) => at(place, one.high[place]));
+      const down = places.reverse().map((place) => at(place, one.low[place]));
+      return `M${up.join("L")}L${down.join("L")}Z`;
+    }).join("");
   }
 
   point(left) {
@@ -233,6 +235,16 @@ class LineChart extends Figure {
 }
 
 LineChart.number = 0;
+
+// Return the places of each stretch of two neighbours or more that have a low and a high value.
+function stretchesOf(low, high) {
+  const found = [[]];
+  low.forEach((value, place) => {
+    if (known(value) && known(high[place])) found.at(-1).push(place);
+    else if (found.at(-1).length) found.push([]);
+  });
+  return found.filter((places) => places.length > 1);
+}
 
 // Return the limits of an axis: all values up to `cap`, and a margin above.
 function spanOf(columns, { floor, ceiling, cap, zero, tight, kind, log }) {

@@ -51,7 +51,7 @@ function capOf(series) {
   return calm.length && calm.length < series.length ? MAX_ABOVE * greatest(calm.flatMap((one) => one.y)) : Infinity;
 }
 
-const ALIKE = new Set([...NOT_SETTINGS, "workers", "seed", "batch_size", "lr", "shard_weights", "max_workers"]);
+const ALIKE = new Set(["workers", "threads", "warmup", "seed", "batch_size", "lr", "shard_weights", "max_workers"]);
 
 // Samples per second by number of workers; one line per combination of the other settings.
 function scalingSpec(runs) {
@@ -59,7 +59,7 @@ function scalingSpec(runs) {
   for (const run of runs) {
     const { rate, workers } = run.figures;
     if (!known(rate) || !known(workers) || FAILED.includes(run.status)) continue;
-    const kind = JSON.stringify(Object.entries(run.settings).filter(([name]) => !ALIKE.has(name)));
+    const kind = JSON.stringify(Object.entries(run.settings).filter(([name]) => name in run.compared && !ALIKE.has(name)));
     if (!lines.has(kind)) lines.set(kind, { name: `${run.strategy}, ${run.model}`, line: new Map() });
     const { line } = lines.get(kind);
     line.set(workers, [...(line.get(workers) || []), rate]);

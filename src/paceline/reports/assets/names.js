@@ -3,7 +3,6 @@
 const MIN_SAVED = 6; // characters worth a short name
 const MIN_SHORT = 3;
 const FAILED = ["diverged", "collapsed"];
-const NOT_SETTINGS = new Set(["name", "runs", "data_dir", "threads", "checkpoint_every", "keep", "task"]);
 const MANY = 12; // runs above which only a choice has a colour
 
 // Give each run a short name: what all names begin or end with is left out.
@@ -24,11 +23,9 @@ function shorten(all) {
   all.forEach((run, place) => { run.short = worth ? names[place] : run.name; });
 }
 
-// Return the value of a setting as it was applied: own tasks have their own model and data.
+// Return the value of a setting as it was applied.
 function settingOf(run, name) {
-  if (name === "dataset" || name === "model") return run[name];
-  if (name === "rule") return run.figures.rule || run.settings.rule;
-  return run.settings[name];
+  return run.compared[name];
 }
 
 // Return the runs of each data set, the largest group first: scores on different data share no axis.
@@ -42,14 +39,13 @@ function groupsOf(runs) {
   return [...found].sort((a, b) => b[1].length - a[1].length);
 }
 
-// Return each setting that differs: its values, and the runs that have them.
+// Return each setting that differs: its values, and the runs that have them. `compared_settings` says what is compared.
 function differences(runs) {
   const found = [];
-  for (const name of Object.keys(facts.groups)) {
-    if (NOT_SETTINGS.has(name)) continue;
+  const readable = runs.filter((run) => Object.keys(run.compared).length);
+  for (const name of Object.keys(readable[0]?.compared || {})) {
     const groups = new Map();
-    for (const run of runs) {
-      if (!Object.keys(run.settings).length) continue;
+    for (const run of readable) {
       const value = settingText(settingOf(run, name));
       if (!groups.has(value)) groups.set(value, []);
       groups.get(value).push(run);
@@ -61,7 +57,7 @@ function differences(runs) {
 
 // Settings worth a column, the first first. Any other one is if neither strategy nor data decide it; the last ones come last.
 const TELLING = ["dataset", "strategy", "workers", "optimizer", "lr", "momentum", "batch_size"];
-const LAST = ["model", "split", "validation", "path", "eval_every", "faults"];
+const LAST = ["model", "warmup", "split", "validation", "path", "eval_every", "faults", "scored_weights"];
 
 // Return the differing settings that tell the runs apart, the most telling first.
 function tellingSettings(runs, names) {
@@ -79,7 +75,7 @@ function tellingSettings(runs, names) {
 }
 
 function flagOf(name) {
-  return name.replaceAll("_", "-");
+  return name === "scored_weights" ? "scored weights" : name.replaceAll("_", "-");
 }
 
 // Return each value with its runs; if there are many values, only the values.
@@ -108,24 +104,30 @@ function isLoss(name) {
 }
 
 // Return what runs of one data set are ranked by: {value(run), lowest, text(run), part}; null if they share no figure.
-// Validation data comes first if all have some. Own loops are ranked by what they report.
+// Validation data comes first if all have some. A regression has losses only. Own loops are ranked by what they report.
 function rankingOf(runs) {
   const ended = runs.filter((run) => !FAILED.includes(run.status));
-  const scored = ended.filter((run) => known(run.figures.test_accuracy));
+  const what = scoreOf(ended);
+  const scored = ended.filter((run) => known(run.figures[`test_${what}`]));
   for (const part of ["validation", "test"]) {
-    const kind = comparable(scored, `${part}_accuracy`);
-    const name = `${kind}_${part}_accuracy`;
+    const kind = comparable(scored, `${part}_${what}`);
+    const name = `${kind}_${part}_${what}`;
     if (!scored.length || !kind || !scored.every((run) => known(run.figures[name]))) continue;
     const shared = scored.some((run) => run.figures.weights && run.figures.weights !== kind) ? ", the ones that all runs were scored with" : "";
-    const text = (run) => `${KINDS.percent(run.figures[name])} ${part} accuracy (${kind} weights${shared})`;
-    return { value: (run) => run.figures[name], text, part, lowest: false };
+    const figure = (run) => (what === "loss" ? `${part} loss ${run.figures[name].toFixed(4)}` : `${KINDS.percent(run.figures[name])} ${part} accuracy`);
+    return { value: (run) => run.figures[name], text: (run) => `${figure(run)} (${kind} weights${shared})`, part, lowest: what === "loss" };
   }
   if (scored.length) return null;
   const names = Object.keys(ended[0]?.figures.metrics || {}).filter((name) => ended.every((run) => known(run.figures.metrics[name])));
   const name = names.find((one) => /acc|f1|auc|bleu|score/i.test(one)) || names.find(isLoss);
   if (!name) return null;
   const value = (run) => run.figures.metrics[name];
-  return { value, text: (run) => `${name} ${digits(value(run), 4)}, as reported`, part: null, lowest: !/acc|f1|auc|bleu|score/i.test(name) };
+  return { value, text: (run) => `${name} ${digits(value(run), 4)} (as reported)`, part: null, lowest: !/acc|f1|auc|bleu|score/i.test(name) };
+}
+
+// Return what is scored on the test data of these runs: the accuracy, or the loss if there is none.
+function scoreOf(runs) {
+  return !runs.some((run) => known(run.figures.test_accuracy)) && runs.some((run) => known(run.figures.test_loss)) ? "loss" : "accuracy";
 }
 
 // Return all runs of one data set, from the best to the worst and then the others.

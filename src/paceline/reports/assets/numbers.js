@@ -44,7 +44,8 @@ function exponent(value, count) {
 
 // Return the label of a tick: it fits beside the axis whatever the range.
 function tickText(value) {
-  return Math.abs(value) >= 1e4 ? exponent(value, 3) : digits(value, 4);
+  const size = Math.abs(value);
+  return size >= 1e4 || (size > 0 && size < 1e-3) ? exponent(value, 3) : digits(value, 4);
 }
 
 const SIZES = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
@@ -122,17 +123,27 @@ function ticks(low, high, count) {
   return found;
 }
 
-// Return at most `count` round numbers of a logarithmic axis: 1, 2 and 5 of each decade, or every so many decades.
+const FEW_TICKS = 3; // fewer labels do not tell a logarithmic axis
+const IN_DECADE = [[1, 2, 5], [1, 3], [1, 2, 3, 5, 7]];
+
+// Return at most `count` round numbers of a logarithmic axis, FEW_TICKS at least, and one in the lowest
+// and in the highest third if possible: some of each decade, every so many decades or, in a part of one decade, at
+// equal distances.
 function logTicks(low, high, count) {
   const [first, last] = [Math.floor(Math.log10(low)), Math.log10(high)];
   const powers = Array.from({ length: Math.max(1, Math.floor(last) - first + 1) }, (_, place) => first + place);
   const within = (value) => value >= low * 0.999 && value <= high * 1.001;
-  const fine = powers.length > count ? [] : powers.flatMap((power) => [1, 2, 5].map((one) => one * 10 ** power)).filter(within);
-  if (fine.length > 1 && fine.length <= count) return fine;
-  const whole = powers.map((power) => 10 ** power).filter(within);
+  const round = (value) => Number(value.toPrecision(12));
+  const finer = (powers.length > count ? [] : IN_DECADE)
+    .map((those) => powers.flatMap((power) => those.map((one) => round(one * 10 ** power))).filter(within))
+    .filter((marks) => marks.length >= FEW_TICKS && marks.length <= count);
+  const third = Math.cbrt(high / low);
+  const spread = finer.find((marks) => marks[0] / low <= third && high / marks.at(-1) <= third) || finer[0];
+  if (spread) return spread;
+  const whole = powers.map((power) => round(10 ** power)).filter(within);
   const step = Math.ceil(whole.length / count);
   const coarse = whole.filter((value) => Math.round(Math.log10(value)) % step === 0);
-  return coarse.length > 1 ? coarse : [low, high];
+  return coarse.length >= FEW_TICKS ? coarse : ticks(low, high, count).filter((value) => value > 0);
 }
 
 const EXPLODED = 100; // a loss has exploded at so many times the first one

@@ -6,6 +6,7 @@ const MAX_CHOSEN = COLOURS;
 const MAX_ROWS = 15;
 const MAX_METRICS = 3; // columns of reported metrics
 const MAX_SETTINGS = 4; // columns of differing settings
+const MAX_TIED = 3; // runs that share the best score and are named
 
 class SeveralRuns {
   constructor(top, parent, choose) {
@@ -88,8 +89,9 @@ class SeveralRuns {
     const others = differing.map(([name]) => name).filter((name) => !named.includes(name));
     setText(this.others, others.length ? `Listed under “Differing settings”: ${others.map(flagOf).join(", ")}.` : "");
     const groups = groupsOf(runs);
-    const kind = comparable(runs, "test_accuracy");
-    if (!facts.live && !this.table.sort.by && kind && groups.length === 1) this.table.sort = { by: `${kind}_test_accuracy`, falling: true };
+    const score = `test_${scoreOf(runs)}`;
+    const kind = comparable(runs, score);
+    if (!facts.live && !this.table.sort.by && kind && groups.length === 1) this.table.sort = { by: `${kind}_${score}`, falling: score === "test_accuracy" };
     const listed = groups.length > 1 && !facts.live ? groups.flatMap(([, members]) => fromTheBest(members)) : runs;
     const rows = listed.map((run) => ({ run, key: run.id, state: [this.coloured.has(run.id), this.numbers.get(run.id)], className: this.coloured.has(run.id) || this.many ? null : "off" }));
     const accuracies = [...scoreColumns("validation_accuracy", "valid. %", percentCell), ...scoreColumns("test_accuracy", "test %", percentCell)];
@@ -197,9 +199,17 @@ function chosenOf(runs) {
 
 function settingColumn(name, runs) {
   const value = (row) => settingOf(row.run, name);
+  const cell = name === "rule" ? shortRule(runs) : settingText;
   return { name: `set-${name}`, title: flagOf(name), help: facts.help[name],
     number: runs.every((run) => known(settingOf(run, name)) || (settingOf(run, name) ?? null) === null),
-    value: (row) => (known(value(row)) ? value(row) : settingText(value(row))), cell: (row) => settingText(value(row)) };
+    value: (row) => (known(value(row)) ? value(row) : settingText(value(row))), cell: (row) => cell(value(row)) };
+}
+
+// Return how to write a rule in a cell: without what is in parentheses, unless runs differ in nothing else.
+function shortRule(runs) {
+  const short = (value) => settingText(value).split(" (")[0];
+  const count = (write) => new Set(runs.map((run) => write(settingOf(run, "rule")))).size;
+  return count(short) === count(settingText) ? short : settingText;
 }
 
 // Return a column for each kind of weights.
@@ -234,9 +244,20 @@ function overall(runs) {
   return sentences.filter(Boolean).join(" ");
 }
 
+// Return names as a list in a sentence; of many the first ones.
+function listOf(names) {
+  if (names.length > MAX_TIED) return `${names.slice(0, MAX_TIED).join(", ")} and ${names.length - MAX_TIED} more`;
+  return names.length > 1 ? `${names.slice(0, -1).join(", ")} and ${names.at(-1)}` : names[0];
+}
+
 function bestSentence(runs, where) {
   const ranking = rankingOf(runs);
-  const [best] = ranked(runs, ranking);
-  if (best) return `Best${where} is ${best.short} with ${ranking.text(best)} in ${clock(best.figures.seconds)}${ranking.part === "test" ? ", chosen on the test set" : ""}.`;
-  return runs.some((run) => known(run.figures.test_accuracy) && !FAILED.includes(run.status)) ? `No best run${where}: some were scored on live weights only, others on averaged weights only.` : "";
+  const [best, ...others] = ranked(runs, ranking);
+  if (best) {
+    const tied = [best, ...others.filter((run) => ranking.text(run) === ranking.text(best))];
+    const chosen = ranking.part === "test" ? ", chosen on the test set" : "";
+    const time = tied.length === 1 && known(best.figures.seconds) ? ` in ${clock(best.figures.seconds)} of ${timeLabel(best) === "virtual time" ? "virtual time" : "training"}` : "";
+    return `Best${where} ${tied.length === 1 ? "is" : "are"} ${listOf(tied.map((run) => run.short))} with ${ranking.text(best)}${time}${chosen}.`;
+  }
+  return runs.some((run) => known(run.figures[`test_${scoreOf(runs)}`]) && !FAILED.includes(run.status)) ? `No best run${where}: some were scored on live weights only, others on averaged weights only.` : "";
 }

@@ -2,15 +2,20 @@
 
 const MARKED = ["a worker lost, a fault or a resume", "background:repeating-linear-gradient(0deg,var(--away) 0 2px,transparent 2px 5px);width:2px"];
 
+const BAND_PUSHES = 4; // of a span whose least and greatest loss say something
+const BAND_SHARE = 0.75; // of the spans that need so many: fewer would be slivers
+
 function lossSpec(run, axis, x, marks) {
   const { course, scores } = run;
   const even = smooth(course.loss, course.count);
   const series = [];
   const legend = [];
   if (course.t.length) {
-    const band = course.count.some((count) => count > 1);
+    const several = (values) => values.map((value, place) => (course.count[place] >= BAND_PUSHES ? value : null));
+    const [low, high] = [several(course.low), several(course.high)];
+    const band = low.filter(known).length >= BAND_SHARE * low.length && stretchesOf(low, high).length > 0;
     series.push({ name: "train, as pushed", x: course[axis], y: even, colour: "var(--c0)", dots: 0,
-      low: band ? course.low : null, high: band ? course.high : null, inside: spread(course.loss) });
+      low: band ? low : null, high: band ? high : null });
     legend.push(["train, as pushed, smoothed", stroke("var(--c0)")]);
     if (band) legend.push(["least to greatest", "background:var(--c0);opacity:.25"]);
   }
@@ -34,12 +39,6 @@ function logScale(all) {
   const values = all.filter(known);
   const [low, high] = [Math.min(...values), Math.max(...values)];
   return { log: low > 0 && high / low >= MIN_LOG_RATIO, scales: low > 0, zero: low < 0.6 * high };
-}
-
-// Drop the rarest extremes, which would flatten the rest.
-function spread(values) {
-  const sorted = values.filter(known).sort((a, b) => a - b);
-  return sorted.length ? [sorted[Math.floor(0.02 * sorted.length)], sorted[Math.ceil(0.98 * sorted.length) - 1]] : [];
 }
 
 // Return key, name and colour of each line of scores: those of the scored weights, and of the live ones if they are others.

@@ -20,7 +20,7 @@ FIGURES = (
     ("samples_total", "counter", "Samples applied.", "samples"),
     ("train_seconds_total", "counter", "Seconds of training, by the run's own clock.", "seconds"),
     ("samples_per_second", "gauge", "Samples applied per second, lately.", "rate"),
-    ("loss", "gauge", "Mean training loss of the latest pushes.", "loss"),
+    ("loss", "gauge", "Mean training loss of the latest pushes; of an ended run, that of its train data.", "loss"),
     ("staleness", "gauge", "Mean staleness of all pushes.", "staleness"),
     (
         "test_accuracy_percent",

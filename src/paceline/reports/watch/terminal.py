@@ -12,7 +12,7 @@ from paceline.analysis.scored_weights import SHORT
 from paceline.analysis.statistics import FAILED
 from paceline.analysis.status import UNDER_WAY, RunSnapshot, RunStatus
 from paceline.reports.sentences import event_sentence
-from paceline.reports.status_table import MAX_LETTERS, MAX_WORKERS, format_run, format_workers
+from paceline.reports.status_table import MAX_LETTERS, MAX_WORKERS, format_run, format_workers, loss_text
 from paceline.reports.watch.sources import RunSource, pause_after
 from paceline.system.terminal import printable, seconds_text
 
@@ -122,8 +122,7 @@ def view(snapshot: RunSnapshot, history: RunHistory, width: int, height: int) ->
     if status.fraction is not None:
         lines.append(StyledLine(f"{bar(status.fraction, width - 6)} {100 * status.fraction:3.0f} %", style))
     if history.losses:
-        now = f"loss {history.losses[-1]:.4f} "
-        lines.append(StyledLine(now + sparkline(history.losses, width - len(now)), "cyan"))
+        lines.append(StyledLine("loss " + sparkline(history.losses, width - 5), "cyan"))
     newest = reversed(sentences(events, status.weights)[-MAX_EVENTS:])
     latest = [StyledLine(_shorten(f"{seconds_text(now):>7}  {text}", width), "dim") for now, text in newest]
     workers = _worker_lines(status, width, height - len(lines) - len(latest))
@@ -156,21 +155,20 @@ def other_runs(run_snapshots: Sequence[RunSnapshot], shown: RunSnapshot, width: 
         if status is not shown.status:
             share = f"{100 * status.fraction:3.0f} %" if status.fraction is not None else "    -"
             accuracy = status.test_accuracy if status.test_accuracy is not None else status.validation_accuracy
-            scored = f"  {accuracy:.1f} % {SHORT[status.weights]}" if accuracy is not None else ""
+            scored = f"  {accuracy:.2f} % {SHORT[status.weights]}" if accuracy is not None else ""
             text = f"{share}  {status.status:<10} {status.run}{scored}"
             lines.append(StyledLine(_shorten(printable(text, MAX_LETTERS), width), COLORS.get(status.status, "")))
     return lines
 
 
-def plain_line(status: RunStatus, history: RunHistory) -> str:
+def plain_line(status: RunStatus) -> str:
     """Return one line for a log file."""
     parts = [f"{status.run}: {status.status}" + (f" ({status.reason})" if status.reason else "")]
     if status.fraction is not None:
         parts.append(f"{100 * status.fraction:.0f} %")
     if status.updates:
         parts.append(f"update {status.updates:,}")
-    if history.losses:
-        parts.append(f"loss {history.losses[-1]:.4f}")
+    parts += loss_text(status)
     if status.rate:
         parts.append(f"{status.rate:,.0f} samples/s")
     return printable(", ".join([*parts, *status.damaged]), MAX_LETTERS)
@@ -227,11 +225,10 @@ def _print_lines(source: RunSource, stream: TextIO) -> None:
     for run_snapshots, over in _poll(source):
         for status, events in run_snapshots:
             history = histories.setdefault(status.run, RunHistory())
-            history.add(events)
             for text in history.new_sentences(events):
                 print(printable(f"{status.run}: {text}", MAX_LETTERS), file=stream)
             now, ended = time.monotonic(), status.status not in UNDER_WAY
             if over or now >= due.get(status.run, 0.0):
                 due[status.run] = float("inf") if ended else now + PLAIN_SECONDS
-                print(plain_line(status, history), file=stream)
+                print(plain_line(status), file=stream)
         stream.flush()
