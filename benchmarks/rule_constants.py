@@ -48,8 +48,15 @@ def one_slow(workers: int, factor: int) -> Settings:
 
 
 def config_of(seed: int, settings: Settings) -> RunConfig:
-    usual: Settings = {"lr": 0.005, "momentum": 0.9, "strategy": "async", "speeds": JITTER, "validation": 0.1}
-    return resolve(RunConfig(model="lenet5", seed=seed, epochs=6.0, batch_size=32, threads=1, **(usual | settings)))
+    usual: Settings = {
+        "epochs": 6.0,
+        "lr": 0.005,
+        "momentum": 0.9,
+        "strategy": "async",
+        "speeds": JITTER,
+        "validation": 0.1,
+    }
+    return resolve(RunConfig(model="lenet5", seed=seed, batch_size=32, threads=1, **(usual | settings)))
 
 
 Watch = Callable[[Server, AppliedUpdate], None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -26,29 +27,76 @@ from paceline.studies.plan import LOCAL_STEPS, choose, make_plan, probe, sizes
 from paceline.transports.protocol import Timing
 
 
-def cell(strategy: str, workers: int, rate: float, staleness: float = 0.0) -> Forecast:
-    return Forecast(strategy, workers, rate, staleness, staleness, 0.5, 1.0)
+def cell(strategy: str, workers: int, useful: float, efficiency: float = 1.0, lr_scale: float = 1.0) -> Forecast:
+    staleness = workers - 1.0 if strategy.startswith("async") else 0.0
+    rates = useful / efficiency, efficiency, useful
+    return Forecast(strategy, lr_scale, workers, *rates, staleness, staleness, 0.5, 1.0)
 
 
-def test_no_staleness_is_worth_a_tenth_of_the_speed() -> None:
-    crew = [cell("sync", 4, 95.0), cell("async", 4, 100.0, 3.0)]
-    assert choose(crew).choice.strategy == "sync"
-    crew[0] = cell("sync", 4, 80.0)
-    assert choose(crew).choice.strategy == "async"
+def test_what_counts_is_the_time_to_an_accuracy_and_not_the_speed() -> None:
+    forecasts = [cell("classic", 1, 60.0), cell("async", 4, 100.0, 0.8), cell("diloco:16", 4, 80.0, 0.3)]
+    choice, reason = choose(forecasts)
+    assert choice is forecasts[1]
+    assert "it takes 60 % of one worker's time to an accuracy, as 80 % of its samples count" in reason
+    assert reason.endswith("diloco:16 on 4 workers has the most samples/s, 2.13 times as many, but 30 % of them count.")
 
 
-def test_a_larger_crew_must_be_worth_it() -> None:
-    crew = [cell("async", 2, 95.0, 1.0), cell("async", 4, 100.0, 3.0), cell("async", 8, 101.0, 7.0)]
-    assert choose(crew).choice.workers == 2
+def test_a_longer_step_must_be_worth_it() -> None:
+    forecasts = [cell("sync", 4, 100.0, lr_scale=4.0), cell("async", 4, 95.0)]
+    assert choose(forecasts)[0].strategy == "async"
+    forecasts[1] = cell("async", 4, 80.0)
+    assert choose(forecasts)[0].strategy == "sync"
+
+
+def test_more_workers_must_be_worth_it() -> None:
+    forecasts = [cell("async", 2, 95.0), cell("async", 4, 100.0), cell("async", 8, 101.0)]
+    assert choose(forecasts)[0].workers == 2
+    assert choose([cell("classic", 1, 95.0), *forecasts])[1].startswith("use one worker: async on 8 workers takes 94 %")
 
 
 def test_local_steps_must_be_worth_it() -> None:
-    crew = [cell("sync", 4, 95.0), cell("diloco:16", 4, 100.0), cell("async-local:16", 4, 101.0, 3.0)]
-    assert choose(crew).choice.strategy == "sync"
-    crew[0] = cell("sync", 4, 50.0)
-    assert choose(crew).choice.strategy == "diloco:16"
-    crew[2] = cell("async-local:16", 4, 130.0, 3.0)
-    assert choose(crew).choice.strategy == "async-local:16"
+    forecasts = [cell("sync", 4, 95.0), cell("diloco:16", 4, 100.0)]
+    assert choose(forecasts)[0].strategy == "sync"
+    forecasts[0] = cell("sync", 4, 80.0)
+    assert choose(forecasts)[0].strategy == "diloco:16"
+
+
+def test_the_command_of_a_plan_trains_what_was_forecast(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--speeds", "30ms", "--workers", "4", "--model", "cnn", "--lr", "0.01", "--dataset", "cifar10"]
+    assert main(["plan", *flags]) == 0
+    words = capsys.readouterr().out.rpartition("paceline train")[2]
+    found = words.replace("\\\n", " ").split()
+    assert found == [
+        "--strategy",
+        "async",
+        "--workers",
+        "4",
+        "--dataset",
+        "cifar10",
+        "--model",
+        "cnn",
+        "--lr",
+        "0.01",
+    ]
+    assert main(["plan", *flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["command"].split()[2:] == found
+
+
+@pytest.mark.parametrize(("workers", "scale"), [(4, 4.0), (16, 8.0)])
+def test_means_of_many_batches_get_a_longer_step_which_no_run_found_too_long(workers: int, scale: float) -> None:
+    cluster = RunConfig(speeds="30ms", workers=workers, dataset="fashion-mnist-sample")
+    found = {(one.strategy, one.workers): one for one in make_plan(cluster, Console(quiet=True)).forecasts}
+    assert found["sync", workers].lr_scale == found["allreduce", workers].lr_scale == scale
+    assert found["async", workers].lr_scale == found["diloco:16", workers].lr_scale == 1.0
+    adam = make_plan(dataclasses.replace(cluster, optimizer="adam"), Console(quiet=True)).forecasts
+    assert {one.lr_scale for one in adam} == {1.0}
+
+
+def test_the_only_worker_moves_nothing_over_the_link() -> None:
+    cluster = RunConfig(speeds="30ms", workers=2, link="1mbit,10ms", dataset="fashion-mnist-sample")
+    alone = make_plan(cluster, Console(quiet=True)).forecasts[0]
+    assert (alone.strategy, alone.workers, alone.bytes_per_second) == ("classic", 1, 0.0)
+    assert alone.samples_per_second == pytest.approx(32 / 0.03, rel=0.01)
 
 
 def test_sizes_double_up_to_what_was_asked() -> None:
@@ -115,8 +163,8 @@ def test_a_plan_from_stated_speeds_names_a_choice(capsys: pytest.CaptureFixture[
     flags = ["--speeds", "lognormal:100ms,.3", "--link", "1gbit,0.1ms", "--parameters", "1M", "--workers", "4"]
     assert main(["plan", *flags]) == 0
     out = capsys.readouterr().out
-    assert "<- use this" in out and "use " in out.splitlines()[-1]
-    assert max(map(len, out.splitlines()[:-1])) <= 80
+    assert "<- use this" in out and "\nuse " in out
+    assert max(map(len, out.splitlines())) <= 80
     assert main(["plan", *flags, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["choice"]["samples_per_second"] > 0
 
@@ -140,7 +188,7 @@ def test_a_plan_with_codecs_moves_fewer_bytes_where_there_is_a_server() -> None:
     plain = make_plan(RunConfig(**cluster), Console(quiet=True)).forecasts
     coded = make_plan(RunConfig(**cluster, codec="int8", pull_codec="lowrank:2"), Console(quiet=True)).forecasts
     for one, other in zip(plain, coded, strict=True):
-        ring = one.strategy.startswith(("allreduce", "local", "diloco"))
+        ring = one.strategy.startswith(("classic", "allreduce", "local", "diloco"))
         a_sample = other.bytes_per_second / other.samples_per_second
         assert (a_sample < 0.3 * one.bytes_per_second / one.samples_per_second) != ring, one.strategy
         assert other.samples_per_second >= one.samples_per_second

@@ -8,6 +8,8 @@ import shutil
 from typing import Any
 
 from paceline.assembly.core import make_model
+from paceline.assembly.efficiency import cost_of_many_workers
+from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig
 from paceline.data.datasets import DatasetInfo, Location
 from paceline.errors import UserError
@@ -64,10 +66,12 @@ def require_fitting_weights(config: RunConfig, folder: RunFolder, info: DatasetI
         given.require_fit(model)
 
 
-def announce_rule(config: RunConfig, skew: float, report: Report) -> None:
-    """Say which rule `auto` has chosen; called where the rule is built, with the same skew."""
+def announce_rule(config: RunConfig, work: WorkAssignment, report: Report) -> None:
+    """Say which rule `auto` has chosen, and what many workers cost; called where the rule is built."""
     if config.rule in AUTOMATIC:
-        report({"kind": "note", "text": chosen(config, skew).line(config.workers or 1)})
+        report({"kind": "note", "text": chosen(config, work.skew).line(config.workers or 1)})
+        if (cost := cost_of_many_workers(config, work.budget.samples)) is not None:
+            report({"kind": "note", "text": cost})
 
 
 def announce_batches(config: RunConfig, batch_size: int | None, shuffles: bool, report: Report) -> None:

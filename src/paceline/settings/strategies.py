@@ -346,6 +346,6 @@ def require_feature(config: RunConfig, feature: Feature, asked: str = "") -> Non
 def worth_comparing(workers: int, local_steps: int) -> list[str]:
     """The strategies that a plan compares on so many workers; `local:H` takes as long as `diloco:H`."""
     if workers == 1:
-        return [ASYNC]
-    on_gradients = [SYNC, f"backup:{max(1, workers // 10)}", "bounded:3", ASYNC, "allreduce"]
+        return [CLASSIC]
+    on_gradients = [SYNC, f"backup:{max(1, workers // 10)}", ASYNC, "bounded:3", "allreduce"]
     return [*on_gradients, f"diloco:{local_steps}", f"async-local:{local_steps}"]

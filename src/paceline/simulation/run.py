@@ -83,7 +83,7 @@ def _simulate(
     for line in startup_warnings(config, location):
         console.note(line)
     if parts.work is not None:
-        announce_rule(config, parts.work.skew, console.report)
+        announce_rule(config, parts.work, console.report)
     queue, to_come = EventQueue(), list(faults)
     hosts: list[Host] = []
 

@@ -142,16 +142,16 @@ def _fold_usage(usage: str, width: int) -> str:
 def _fold_line(line: str, width: int) -> str:
     found = _COLUMNS.fullmatch(line)
     if found is None:
-        return _fold_command(line, width) if line.startswith(" ") else fold(line, width)
+        return fold_command(line, width) if line.startswith(" ") else fold(line, width)
     indent, head, gap, remark = found.groups()
     column = len(indent + head + gap)
     if column <= width // 2:
         return fold(remark, width - column).replace("\n", "\n" + " " * column).join((indent + head + gap, ""))
     below = " " * (len(indent) + 4)
-    return _fold_command(indent + head, width) + "\n" + textwrap.indent(fold(remark, width - len(below)), below)
+    return fold_command(indent + head, width) + "\n" + textwrap.indent(fold(remark, width - len(below)), below)
 
 
-def _fold_command(line: str, width: int) -> str:
+def fold_command(line: str, width: int) -> str:
     """Wrap a command with backslashes, so that it can be copied; wrap any other text at words."""
     if len(line) <= width:
         return line

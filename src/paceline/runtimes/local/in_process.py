@@ -42,7 +42,7 @@ def train_in_process(
     server = make_server(config, task, work)
     for line in startup_warnings(config, location, is_here=True):
         report({"kind": "note", "text": line})
-    announce_rule(config, work.skew, report)
+    announce_rule(config, work, report)
     announce_batches(config, task.given.batch_size, task.given.shuffles, report)
 
     def instance(join: Join) -> LocalWorker:

@@ -86,7 +86,7 @@ def make_host(
     work = work_of(task, config)
     server = make_server(config, task, work)
     if not resume:
-        announce_rule(config, work.skew, report)
+        announce_rule(config, work, report)
         announce_batches(config, task.given.batch_size, task.given.shuffles, report)
     sizes = BufferSizes(task.layout.size, task.state_size, *server.codecs.capacities)
     require_memory(max_workers_of(config) * SharedBuffers.nbytes_for(sizes), "workers' weights")
