@@ -159,7 +159,10 @@ def test_a_run_that_teaches_nothing_is_refused(tmp_path: Path) -> None:
         read_step_times(tmp_path / "nowhere")
 
 
-def test_a_plan_from_stated_speeds_names_a_choice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_from_stated_speeds_names_a_choice(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     flags = ["--speeds", "lognormal:100ms,.3", "--link", "1gbit,0.1ms", "--parameters", "1M", "--workers", "4"]
     assert main(["plan", *flags]) == 0
     out = capsys.readouterr().out

@@ -19,7 +19,8 @@ FEW = 0.5  # below this share of useful samples the user is told
 def num_batches(config: RunConfig, samples: float | None) -> float:
     """Return how many batches a run applies, whose budget is so many samples unless `--steps` sets it.
 
-    >>> num_batches(RunConfig(batch_size=100), 5000), num_batches(RunConfig(strategy="sync", workers=4, steps=10), None)
+    >>> from paceline.settings.strategies import SYNC
+    >>> num_batches(RunConfig(batch_size=100), 5000), num_batches(RunConfig(strategy=SYNC, workers=4, steps=10), None)
     (50.0, 40.0)
     """
     if config.steps is not None:
@@ -34,9 +35,10 @@ def statistical_efficiency(config: RunConfig, batches: float) -> float:
     of k batches at c < k times the lr goes (c / k)^0.9 of the way. Fitted on LeNet5 with SGD, at most 32 workers
     (`benchmarks/useful_samples.py`).
 
-    >>> [round(statistical_efficiency(RunConfig(strategy=name, workers=4), 2000), 2) for name in ("async", "sync")]
+    >>> from paceline.settings.strategies import ASYNC, SYNC
+    >>> [round(statistical_efficiency(RunConfig(strategy=name, workers=4), 2000), 2) for name in (ASYNC, SYNC)]
     [0.83, 0.29]
-    >>> round(statistical_efficiency(RunConfig(strategy="sync", workers=4, scale_lr="auto"), 2000), 2)
+    >>> round(statistical_efficiency(RunConfig(strategy=SYNC, workers=4, scale_lr="auto"), 2000), 2)
     0.83
     """
     strategy, workers = strategy_of(config), config.workers or 1

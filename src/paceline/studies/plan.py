@@ -184,8 +184,8 @@ def _longer(one: Forecast) -> str:
 def command(config: RunConfig, choice: Forecast) -> str:
     """Return the command that trains as chosen, with the settings that the plan was asked about.
 
-    >>> from paceline.config import RunConfig
-    >>> choice = Forecast("sync", 2.0, 2, 100.0, 0.9, 90.0, 0.0, 0.0, 1.0, 0.0)
+    >>> from paceline.settings.strategies import SYNC
+    >>> choice = Forecast(SYNC, 2.0, 2, 100.0, 0.9, 90.0, 0.0, 0.0, 1.0, 0.0)
     >>> command(RunConfig(model="cnn", speeds="30ms", lr=0.01), choice)
     'paceline train --strategy sync --workers 2 --scale-lr auto --model cnn --lr 0.01'
     """

@@ -12,8 +12,8 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 from paceline.analysis.collapse import COLLAPSED, logged_losses, why_collapsed
-from paceline.analysis.non_finite import non_finite_row
 from paceline.analysis.reported import ReportedMetrics
+from paceline.assembly.non_finite import non_finite_row
 from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig
 from paceline.core.buffers import WorkerBuffers
@@ -85,16 +85,14 @@ class Host:
             self._checkpoints = Checkpoints(server, config, folder, (self.log, events, report), seconds, virtual)
             writer = opened.enter_context(closing(self._checkpoints.writer))
             self._snapshots = snapshots_of(config, folder, server, task, writer)
-            keeps_best = config.eval_every is not None and not virtual and self.task is not None
-            self._best = (
-                BestWeights(folder, task, writer, chosen_part(config), measure_of(config)) if keeps_best else None
-            )
-            self._goal = goal_of(config)
+            best = folder, task, writer, chosen_part(config), measure_of(config)
+            keeps_best = config.eval_every is not None and not virtual
+            self._best = BestWeights(*best) if keeps_best and self.task is not None else None
             self._progress = Progress(server, config, events, report, seconds, virtual)
             self._account_rows = AccountRows(self.accounting, server, events, self.clock)
-            self._notes = EventRecorder(server, events, report)
-            timing = self.clock, self.timings
-            self._evaluator = Evaluator(server, self.task, work, config, events, *timing, report, self._best)
+            self._notes, self._goal = EventRecorder(server, events, report), goal_of(config)
+            scored = work, config, events, self.clock, self.timings, report, self._best
+            self._evaluator = Evaluator(server, self.task, *scored)
             self._guard = self._make_guard()
             kind = "run_resumed" if server.version or seconds else "run_started"
             self._facts |= own_names(self.task, config)
