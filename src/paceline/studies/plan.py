@@ -122,7 +122,8 @@ def _cell(config: RunConfig, workers: int, strategy: str) -> RunConfig:
 def _scale(strategy: str, workers: int) -> str:
     """The longest step that is worth trying, as `--scale-lr` takes it.
 
-    >>> [_scale(name, 12) for name in ("sync", "backup:4", "async")]
+    >>> from paceline.settings.strategies import SYNC
+    >>> [_scale(name, 12) for name in (SYNC, "backup:4", ASYNC)]
     ['8', 'auto', 'none']
     """
     pushes = strategy_of(strategy).pushes_per_step(workers)
