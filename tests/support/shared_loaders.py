@@ -33,7 +33,7 @@ def shared(
 ) -> WorkerLoader:
     """One worker's share of `data`."""
     of_share = {name: options.pop(name) for name in ("number", "batch_size", "in_passes") if name in options}
-    config = resolve(RunConfig(workers=workers, task="a:b", epoch_mode="own", **options))
+    config = resolve(RunConfig(workers=workers, task="script:loop", epoch_mode="own", **options))
     return share(data, session or CountingSession(), config, worker, **of_share)
 
 
