@@ -50,9 +50,9 @@ def test_doctor_and_the_list_of_data_sets_offer_only_downloads_that_exist(capsys
 
 @pytest.mark.real
 def test_a_forecast_of_a_run_leaves_out_what_only_training_has(capsys: Said) -> None:
-    evaluated = ["--eval-every", "0.01", "--target-accuracy", "99", "--best", "max:accuracy"]
-    two = ["--strategy", "async", "--workers", "2"]
-    assert main([*TRAIN, *two, "--epochs", "0.3", "--name", "run", *evaluated]) == 0
+    evaluated = ["--eval-every", "0.1", "--target-accuracy", "99", "--best", "max:accuracy"]
+    small = ["--strategy", "async", "--workers", "2", "--model", "lenet5", "--epochs", "0.3"]
+    assert main([*TRAIN, *small, "--name", "run", *evaluated]) == 0
     for more in (["--timing-only"], []):
         name = f"forecast{len(more)}"
         assert main(["simulate", "--like", "runs/run", "--name", name, *more]) == 0
