@@ -5,6 +5,7 @@ and copy are measured in pairs, and the median of their ratios is printed.
 
     python benchmarks/rule_cost.py            # 1.2 M and 11 M floats
     python benchmarks/rule_cost.py --quick
+    python benchmarks/rule_cost.py --limit    # only the step limit: `auto` over `auto-counted`, averaged, three sizes
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from paceline.settings.resolve import resolve
 WORKERS = 4
 VECTORS = 4 * WORKERS
 MOST_COPIES = 2.5
+MOST_OF_LIMIT = 1.15
 TOUCHED = {
     "plain": ("g", "weights", "v", "sent"),
     "damped": ("g", "weights", "v", "sent"),
@@ -83,6 +85,11 @@ def copies(size: int) -> Callable[[], None]:
     return copy
 
 
+def repeat(action: Callable[[], None], times: int) -> None:
+    for _ in range(times):
+        action()
+
+
 def seconds(action: Callable[[], None]) -> float:
     """Return CPU seconds of this thread, since other programs interrupt long actions more often."""
     began = time.thread_time()
@@ -90,11 +97,33 @@ def seconds(action: Callable[[], None]) -> float:
     return time.thread_time() - began
 
 
+def cost_of_the_limit(pairs: int) -> None:
+    """Print the cost of an update under `auto` over that under `auto-counted`, which measures nothing."""
+    print(f"{'floats':>12}{'auto us':>10}{'counted us':>12}{'ratio':>8}   goal: at most {MOST_OF_LIMIT}")
+    for size, block in ((62_000, 40), (1_200_000, 4), (11_000_000, 1)):
+        limited, counted = updates("auto, averaged", size), updates("auto-counted, averaged", size)
+
+        def once(update: Callable[[], None], block: int = block) -> float:
+            return seconds(lambda: repeat(update, block)) / block
+
+        for update in (limited, counted):
+            once(update)
+        found = [(once(limited), once(counted)) for _ in range(pairs)]
+        middle = [1e6 * statistics.median(side) for side in zip(*found, strict=True)]
+        ratio = statistics.median(one / other for one, other in found)
+        print(f"{size:>12,}{middle[0]:>10.1f}{middle[1]:>12.1f}{ratio:>8.3f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the small size and a fifth of the pairs")
-    quick = parser.parse_args().quick
+    parser.add_argument("--limit", action="store_true", help="only what the step limit costs")
+    parsed = parser.parse_args()
+    quick = parsed.quick
     torch.set_num_threads(1)
+    if parsed.limit:
+        cost_of_the_limit(pairs=20 if quick else 60)
+        return
     print(
         f"{'rule':<21}{'floats':>12}{'tensors':>9}{'ms':>9}{'copies':>9}{'a tensor':>10}   goal: at most {MOST_COPIES}"
     )

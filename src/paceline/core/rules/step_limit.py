@@ -24,7 +24,6 @@ from paceline.core.rules.worker_rows import (
     scale,
     sum_rows,
     table,
-    write,
 )
 from paceline.core.rules.wrapper import RuleWrapper
 from paceline.interfaces import ALIGNMENT, Arrival, Rule, State
@@ -43,6 +42,7 @@ class Pair(NamedTuple):
     """The samples of a gradient and of the weights at which it was computed, [..., floats], and views of them."""
 
     pair: Tensor
+    halves: Tensor  # [..., 2, floats of one]
     gradient: Tensor
     weights: Tensor
     gradient_lines: Tensor
@@ -53,7 +53,7 @@ class Pair(NamedTuple):
         """The views of a pair of lines of `width` floats."""
         gradient, weights = pair.tensor_split(2, -1)
         lines = (half.view(*half.shape[:-1], half.shape[-1] // max(1, width), width) for half in (gradient, weights))
-        return Pair(pair, gradient, weights, *lines)
+        return Pair(pair, pair.view(*pair.shape[:-1], 2, pair.shape[-1] // 2), gradient, weights, *lines)
 
 
 class StepLimit:
@@ -78,8 +78,8 @@ class StepLimit:
     def __init__(self, max_workers: int) -> None:
         self.max_workers = max_workers
         self._lines, self._width, self._block = 0, 0, 0
-        self._clipped = self._rows_of = torch.empty(0)
-        self._rows: list[Pair] = []
+        self._clipped = torch.empty(0)
+        self._rows: dict[str, tuple[Tensor, list[Pair]]] = {}
 
     def start(self, weights: Tensor) -> State:
         """The state: of every worker what it was sent, and its latest gradient with the weights of that one."""
@@ -116,7 +116,7 @@ class StepLimit:
     def sent(self, state: State, worker: int | Tensor, weights: Tensor) -> None:
         """Remember the weights that a worker is sent."""
         place = place_in(state["sent"], worker)
-        row = self._row(state["sent"], place)
+        row = self._row(state, "sent", place)
         row.weight_lines.copy_(self._lines_of(weights))
         put_back(state["sent"], place, row.pair)
 
@@ -124,9 +124,9 @@ class StepLimit:
         """Return the gradient to use and s; `interval` is the updates between two pushes of the worker."""
         assert arrival.worker is not None, "a rule that knows its workers was handed the mean of several"
         place = place_in(state["sent"], arrival.worker)
-        row = self._row(state["sent"], place)
+        row = self._row(state, "sent", place)
         row.gradient_lines.copy_(self._lines_of(gradient))
-        norm = product(row.gradient, row.gradient) ** 0.5
+        norm = squared_norm(row.gradient) ** 0.5
         numbers, most = state["limit"], self.max_workers
         if isinstance(arrival.worker, Tensor):
             mine = arrival.worker[:, None]
@@ -160,12 +160,12 @@ class StepLimit:
         arrival: Arrival,
     ) -> tuple[Scalar, Scalar, Scalar]:
         """Store a worker's newest pair; return the new running sums, and s."""
-        total, before = state["pair_sum"], read(state["pairs"], place)
+        total, before = state["pair_sum"], self._row(state, "pairs", place).pair
         total.sub_(before).add_(pair)
-        write(state["pairs"], place, pair)
+        before.copy_(pair)
+        put_back(state["pairs"], place, before)
         add_scaled(total, pair, -(others + 1.0), out=self._apart.pair)
-        of_weights = product(self._apart.weights, self._apart.weights)
-        return curvature(sums, (product(self._apart.gradient, self._apart.weights), of_weights), others, arrival)
+        return curvature(sums, products(self._apart.halves), others, arrival)
 
     def _lines_of(self, vector: Tensor) -> Tensor:
         """The sample of a vector, as a view [..., lines, width]."""
@@ -174,13 +174,16 @@ class StepLimit:
             return vector.as_strided(shape, strides, vector.storage_offset())
         return vector.as_strided((len(vector), *shape), (vector.stride(0), *strides), vector.storage_offset())
 
-    def _row(self, rows: Tensor, place: int | Tensor) -> Pair:
-        """A row of `sent`; the views of one run are made once."""
+    def _row(self, state: State, table: str, place: int | Tensor) -> Pair:
+        """A row of a table of pairs; the views of one run are made once."""
+        rows = state[table]
         if isinstance(place, Tensor):
             return Pair.of(read(rows, place), self._width)
-        if rows is not self._rows_of:
-            self._rows_of, self._rows = rows, [Pair.of(row, self._width) for row in rows]
-        return self._rows[place]
+        known, pairs = self._rows.get(table, (None, []))
+        if rows is not known:
+            pairs = [Pair.of(row, self._width) for row in rows]
+            self._rows[table] = rows, pairs
+        return pairs[place]
 
 
 def clipping(norm: Scalar, usual: Scalar, looser: Scalar) -> tuple[Scalar, Scalar]:
@@ -197,7 +200,7 @@ def clipping(norm: Scalar, usual: Scalar, looser: Scalar) -> tuple[Scalar, Scala
 
 
 def curvature(
-    sums: Sequence[Scalar], products: tuple[Scalar, Scalar], others: Scalar, arrival: Arrival
+    sums: Sequence[Scalar], products: Sequence[Scalar], others: Scalar, arrival: Arrival
 ) -> tuple[Scalar, Scalar, Scalar]:
     """Add products, times others squared, to the running sums of <dg, dw> and <dw, dw>; return these and s.
 
@@ -212,11 +215,22 @@ def curvature(
     return covariance, spread, at_most(at_least(need, 1.0), MAX_NEED) ** 0.5
 
 
-def product(one: Tensor, other: Tensor) -> Scalar:
-    """The inner product: a float for one run, a tensor [runs, 1] for many."""
-    if one.dim() == 1:
-        return torch.dot(one, other).item()
-    return (one * other).sum(-1, keepdim=True).double()
+def squared_norm(vector: Tensor) -> Scalar:
+    """A float for one run, a tensor [runs, 1] for many."""
+    if vector.dim() == 1:
+        return torch.dot(vector, vector).item()
+    return (vector * vector).sum(-1, keepdim=True).double()
+
+
+def products(halves: Tensor) -> Sequence[Scalar]:
+    """The inner products of both halves with the second one: floats for one run, tensors [runs, 1] for many.
+
+    >>> products(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    [11.0, 25.0]
+    """
+    if halves.dim() == 2:
+        return load_all(torch.mv(halves, halves[1]))
+    return load_all((halves * halves[..., 1:, :]).sum(-1).double())
 
 
 class LrScaling(RuleWrapper):

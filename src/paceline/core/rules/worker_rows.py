@@ -152,16 +152,13 @@ def keep_all(kept: Tensor, values: Sequence[Scalar]) -> None:
         kept.numpy()[:] = values
 
 
-def at_least(value: Scalar, least: Scalar) -> Scalar:
+def at_least(value: Scalar, least: float | Tensor) -> Scalar:
     """The larger of the two.
 
     >>> at_least(0.5, 1.0), at_least(torch.tensor([[0.5], [2.0]]), 1.0).tolist()
     (1.0, [[1.0], [2.0]])
     """
-    if isinstance(value, Tensor):
-        return value.clamp(min=least)
-    assert not isinstance(least, Tensor), "one run has plain numbers"
-    return max(value, least)
+    return value.clamp(min=least) if isinstance(value, Tensor) else max(value, least)
 
 
 def at_most(value: Scalar, most: Scalar) -> Scalar:
