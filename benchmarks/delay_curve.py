@@ -24,20 +24,21 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from cells import STUDENT
 from torch import Tensor, nn
 from torch.nn import functional
 
+from paceline.config import RunConfig
 from paceline.core.muon import Muon
 from paceline.core.optimizers import Adam, AdamW, RoundOptimizer
 from paceline.core.rules.foresight import Ahead
 from paceline.core.rules.plain import Plain
 from paceline.core.rules.step_foresight import StepForesight
 from paceline.interfaces import Arrival, Layout, Rule
+from paceline.settings.rules import warmup_of
 from paceline.system.subnormals import flush_subnormals
 from paceline.tasks.flat import FlatModule
 
-STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""Two-sided 95 % quantiles of Student's t, by degrees of freedom."""
 TEST_BATCH = 128
 WARMED_UP = 3  # steps before the capture
 
@@ -60,15 +61,14 @@ SIZES = {
 }
 VARIANTS: dict[str, dict[str, float]] = {
     "foresight": {},
-    "ramp-0": {"ramp": 0.0},
-    "ramp-20": {"ramp": 20.0},
-    "ramp-40": {"ramp": 40.0},
     "whole-steps": {"holds_back": False},
     "horizon-0": {"horizon": 0.0},
     "horizon-1": {"horizon": 1.0},
     "horizon-2": {"horizon": 2.0},
 }
 """The look-ahead rule, and what it is with another constant or without one of its parts."""
+GROWING = {"growing-0": 0.0, "growing-20": 20.0, "growing-80": 80.0}
+"""The look-ahead rule with steps that grow over so many updates for each other worker, whatever share of the run."""
 
 
 @dataclass(frozen=True)
@@ -142,14 +142,19 @@ def make_rule(cell: Cell, layout: Layout) -> Rule:
         return makers[cell.optimizer]((0.9, 0.99), weight_decay=0.1 if cell.optimizer == "adamw" else 0.0)
 
     workers = cell.delay + 1
-    if cell.rule in VARIANTS:
-        return StepForesight(optimizer(), workers, **VARIANTS[cell.rule])
+    if cell.rule in VARIANTS or cell.rule in GROWING:
+        return StepForesight(optimizer(), workers, **VARIANTS.get(cell.rule, {}))
     return Ahead(optimizer(), optimizer(), workers) if cell.rule == "ahead" else Plain(optimizer())
 
 
 def lr_at(step: int, cell: Cell) -> float:
-    """The learning rate: it grows over a twentieth of the run, and falls to a tenth along a cosine."""
-    warmup = max(1, cell.steps // 20)
+    """The learning rate: it grows over a twentieth of the run or what the rule needs, and falls along a cosine."""
+    warmup = max(1.0, cell.steps // 20)
+    if cell.rule in GROWING:
+        warmup = max(warmup, GROWING[cell.rule] * cell.delay)
+    elif cell.rule in VARIANTS:
+        run = RunConfig(workers=cell.delay + 1, rule="foresight", optimizer=cell.optimizer)
+        warmup = max(warmup, cell.steps * warmup_of(run, cell.steps))
     if step < warmup:
         return cell.lr * (step + 1) / warmup
     return cell.lr * (0.55 + 0.45 * math.cos(math.pi * (step - warmup) / (cell.steps - warmup)))
@@ -322,7 +327,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("delay_curve.csv"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--optimizers", default="adamw,muon", help="of adam, adamw, muon [adamw,muon]")
-    known = ("plain", "ahead", *VARIANTS)
+    known = ("plain", "ahead", *VARIANTS, *GROWING)
     parser.add_argument("--rules", default="plain,foresight", help=f"of {', '.join(known)} [plain,foresight]")
     parser.add_argument("--size", choices=("full", "small"), default="full", help="10.7 or .8 million weights [full]")
     parser.add_argument("--delays", default="0,2,4,8,16")

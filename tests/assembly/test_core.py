@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.assembly.core import make_policy, make_rule, make_schedule, make_training
+from paceline.assembly.core import make_policy, make_rule, make_training
 from paceline.assembly.work import divide_work
 from paceline.config import RunConfig
 from paceline.core.optimizers import Adam, Sgd
@@ -20,7 +20,7 @@ from paceline.core.policies import Async, Barrier, DropStale, StaleSynchronous
 from paceline.core.rules.averaged import Averaged
 from paceline.core.rules.buffered import Delayed, OuterMomentum
 from paceline.core.rules.plain import Plain
-from paceline.core.schedules import Schedule
+from paceline.core.schedules import Budget, Schedule
 from paceline.errors import UserError
 from paceline.interfaces import Arrival, pack
 from paceline.settings.features import Feature
@@ -220,7 +220,8 @@ def test_schedules_are_parsed() -> None:
     assert schedule_of(RunConfig(schedule="exponential")) == ("exponential", 0.9, ())
     assert schedule_of(RunConfig(schedule="exponential:0.5")) == ("exponential", 0.5, ())
     assert schedule_of(RunConfig(schedule="steps:80,120.5")) == ("steps", 0.1, (80.0, 120.5))
-    assert make_schedule(RunConfig(lr=0.25, schedule="cosine", warmup=0.1)) == Schedule(0.25, "cosine", 1.0, 0.1)
+    cosine = RunConfig(lr=0.25, schedule="cosine", warmup=0.1)
+    assert make_training(cosine, Budget(100, 100)).schedule == Schedule(0.25, "cosine", 1.0, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,7 @@ def test_the_learning_rate_is_scaled_by_the_pushes_of_an_update(
 ) -> None:
     config = resolve(RunConfig(strategy=strategy, workers=workers, scale_lr=scale, lr=0.1))
     assert lr_scale(config) == factor
-    assert make_schedule(config).base == pytest.approx(0.1 * factor)
+    assert make_training(config, Budget(100, 100)).schedule.base == pytest.approx(0.1 * factor)
     measured = 0.1 if config.rule == "auto" else None  # the share over which measured steps warm up
     assert config.warmup == (AUTO_WARMUP if scale == "auto" and factor > 1 else measured)
     assert resolve(RunConfig(strategy=strategy, workers=workers, scale_lr=scale, lr=0.1, warmup=0.0)).warmup == 0.0

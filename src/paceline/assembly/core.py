@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from paceline.config import RunConfig, max_workers_of
 from paceline.core.schedules import Budget, InnerLoop, Schedule, Training
 from paceline.settings.resolve import MODELS, lr_scale, schedule_of
-from paceline.settings.rules import build_rule, rule_of, trim_of
+from paceline.settings.rules import build_rule, rule_of, trim_of, warmup_of
 from paceline.settings.strategies import Waiting, strategy_of
 
 if TYPE_CHECKING:
@@ -33,29 +34,20 @@ def make_policy(config: RunConfig) -> Policy:
     return DropStale(rule.number) if rule.traits.drops else Async()
 
 
-def make_schedule(config: RunConfig) -> Schedule:
-    """The learning rate of an update over the budget; that of a drift is the outer one, and constant."""
-    if strategy_of(config).is_local:
-        return Schedule(config.outer_lr if config.outer_lr is not None else 1.0)
-    return _schedule(config)
-
-
-def make_inner_loop(config: RunConfig) -> InnerLoop | None:
-    """What workers do between two pushes, under strategies with local steps."""
-    strategy = strategy_of(config)
-    return InnerLoop(strategy.local_steps, _schedule(config)) if strategy.is_local else None
-
-
 def make_training(config: RunConfig, budget: Budget) -> Training:
-    """How long training lasts, its learning rate, and its local steps, if any."""
-    return Training(budget, make_schedule(config), make_inner_loop(config))
+    """How long training lasts, the learning rate of its updates, and its local steps, if any.
 
-
-def _schedule(config: RunConfig) -> Schedule:
-    form = schedule_of(config)
+    The rate of a drift is the outer one, and constant; that of the local steps has the schedule.
+    """
+    form, strategy = schedule_of(config), strategy_of(config)
+    updates = math.inf if not budget.is_known else float(budget.steps or budget.samples / config.batch_size)
     passes = config.epochs if config.epoch_mode == "own" else None
     base = (config.lr or 0.0) * lr_scale(config)
-    return Schedule(base, form.kind, form.factor, config.warmup or 0.0, passes, form.milestones)
+    schedule = Schedule(base, form.kind, form.factor, warmup_of(config, updates), passes, form.milestones)
+    if not strategy.is_local:
+        return Training(budget, schedule)
+    outer = Schedule(config.outer_lr if config.outer_lr is not None else 1.0)
+    return Training(budget, outer, InnerLoop(strategy.local_steps, schedule))
 
 
 def make_rule(

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 SKEWED = 0.3  # from this distance on, the labels of workers count as skewed
 MAX_AT_FULL_STEP = 10  # workers up to which a step that is not measured keeps its length
 MAX_WARMUP, WARMUP_OF_MANY = 0.1, 1.6  # a tenth of the run; many workers have few rounds, and warm up for fewer
+GROWING = 40.0  # updates over which steps that do not shrink with the gradient grow, for each other worker
+MAX_GROWING = 0.2  # of the run
 AUTOMATIC = ("auto", "auto-counted")
 EVENLY, IN_SHARES, WHOLE = "data divided evenly", "data divided by --shard-weights", "all data at each"
 """How data is divided by a split that does not look at labels."""
@@ -183,6 +185,31 @@ def steps_with_another(config: RunConfig) -> bool:
     return is_another and rule_of(config).traits.around_others
 
 
+def warmup_of(config: RunConfig, updates: float) -> float:
+    """The share of a run of so many updates over which its lr grows: the user's, or what the rule needs.
+
+    Under a look-ahead rule, the first steps of Adam move all coordinates together, and overshoot if they are stale.
+
+    >>> adam = RunConfig(workers=8, optimizer="adam", split="iid")
+    >>> [round(warmup_of(adam, updates), 3) for updates in (500, 2800, 28_000)]
+    [0.2, 0.1, 0.01]
+    >>> warmup_of(replace(adam, warmup=0.0), 500), warmup_of(replace(adam, optimizer="sgd"), 500)
+    (0.0, 0.0)
+    """
+    needs_none = config.nesterov or config.optimizer in ("sgd", "script") or strategy_of(config).is_local
+    if config.warmup is not None or needs_none:
+        return config.warmup or 0.0
+    rule = chosen(config, None).rule if config.rule in AUTOMATIC else rule_of(config).name
+    if not RULES[rule].around_others:
+        return 0.0
+    return min(MAX_GROWING, GROWING * (num_workers(config) - 1) / max(1.0, updates))
+
+
+def num_workers(config: RunConfig) -> int:
+    """The workers that a run begins with; one that others may join counts as two."""
+    return max(config.workers or 1, min(max_workers_of(config), 2))
+
+
 def average_horizon(config: RunConfig) -> float | None:
     """The horizon of the running mean of weights, in updates: None without averaging, inf for a growing horizon.
 
@@ -216,7 +243,7 @@ def rows_nbytes(config: RunConfig, num_floats: int) -> int:
 
 
 def chosen(config: RunConfig, skew: float | None) -> RuleChoice:
-    """The rule that `auto` chooses for this run; one worker that others may join counts as two.
+    """The rule that `auto` chooses for this run.
 
     `skew` is that of the work assignment. A split that does not look at labels has none, whatever is known of them.
 
@@ -227,9 +254,12 @@ def chosen(config: RunConfig, skew: float | None) -> RuleChoice:
     """
     data = {"iid": IN_SHARES if config.shard_weights else EVENLY, "full": WHOLE}.get(split_of(config).kind)
     skew = 0.0 if data is not None else skew
-    workers = max(config.workers or 1, min(max_workers_of(config), 2))
     return choose(
-        workers, skew, "nesterov" if config.nesterov else config.optimizer, config.rule != "auto-counted", data
+        num_workers(config),
+        skew,
+        "nesterov" if config.nesterov else config.optimizer,
+        config.rule != "auto-counted",
+        data,
     )
 
 
@@ -291,7 +321,7 @@ def _around(config: RunConfig, max_workers: int, make_optimizer: Callable[[], Op
     def look_ahead(fair: bool) -> Rule:
         known = cast("RoundOptimizer", optimizer)  # `check_rule` has refused those of own loops
         if config.nesterov:
-            return StepForesight(known, max_workers, fair, ramp=0.0, holds_back=False)  # its steps do shrink
+            return StepForesight(known, max_workers, fair, holds_back=False)  # its steps do shrink
         return StepForesight(known, max_workers, fair)
 
     rules: dict[str, Callable[[], Rule]] = {

@@ -89,21 +89,18 @@ class SlowStepForesight:
         self.weights, self.before = list(START), list(START)
         self.optimizer, self.fair = optimizer, fair
         self.interval: dict[int, float] = {}
-        self.updates = 0
 
     def leave(self, worker: int) -> None:
         self.interval.pop(worker, None)
 
     def push(self, worker: int, gradient: list[float], staleness: int, lr: float, num_live: int) -> None:
-        self.updates += 1
         usual = self.interval.get(worker, num_live)
         self.interval[worker] = 0.9 * usual + 0.1 * min(staleness + 1, 3.0 * usual)
         weight = min(self.interval[worker] / num_live, 3.0) if self.fair else 1.0
         longest = max(self.interval.values())
-        grown = min(1.0, self.updates / max(1.0, 40.0 * (longest - 1)))
         self.before = self.weights
         gradient = [weight * g for g in gradient]
-        stepped = self.optimizer.step(self.weights, gradient, lr * grown, 1 / longest)
+        stepped = self.optimizer.step(self.weights, gradient, lr, 1 / longest)
         steps = [s - w for s, w in zip(stepped, self.weights, strict=True)]
         kept = [step / longest if step * g > 0 else step for step, g in zip(steps, gradient, strict=True)]
         self.weights = [w + step for w, step in zip(self.weights, steps if self.fair else kept, strict=True)]
@@ -135,7 +132,7 @@ def test_classical_momentum_steps_as_under_its_own_rule() -> None:
     from paceline.core.rules.foresight import Foresight
 
     one, other = torch.zeros(3), torch.zeros(3)
-    rule, classical = StepForesight(Sgd(0.9), 3, ramp=0.0, holds_back=False), Foresight(0.9, 3)
+    rule, classical = StepForesight(Sgd(0.9), 3, holds_back=False), Foresight(0.9, 3)
     state, states = rule.start(one), classical.start(other)
     for update in range(30):
         gradient = torch.randn(3, generator=torch.Generator().manual_seed(update))

@@ -13,7 +13,6 @@ from paceline.interfaces import Arrival, State
 
 MAX_WEIGHT = 3.0  # of a push under `foresight-fair`
 PIECE = 1 << 16  # floats that stay in the cache of a CPU
-RAMP = 40.0  # updates over which steps grow, for each update that another worker makes between two of one worker
 
 
 class StepForesight(StatelessHooks):
@@ -22,16 +21,15 @@ class StepForesight(StatelessHooks):
     d is the step just made, m_i = 1.5 (tau_i - 1), with tau_i the updates between two arrivals of worker i, as in the
     foresight rules. Every decay beta of the optimizer is beta^(1/n) per update, n = max_j tau_j. As moments then hardly
     change until the push arrives, the next steps are about the last one, whatever makes it: a preconditioner, an
-    orthogonal matrix. Steps that do not shrink with the gradient overshoot if they are stale. So they grow over the
-    first 40 (n - 1) updates, in which all coordinates move together; and a coordinate that would move up the gradient
-    that came makes only 1/n of its step. One worker equals the optimizer alone.
+    orthogonal matrix. Steps that do not shrink with the gradient overshoot if they are stale. So a coordinate that
+    would move up the gradient that came makes only 1/n of its step. One worker equals the optimizer alone.
 
     With `fair`, a push counts min(tau_i/live, 3) times, as in `foresight-fair`, and no step is held back: with skewed
     labels, pushes oppose each other all the time. Paceline's own rule. Touches g, the weights, the weights before, and
     what a step of the optimizer touches.
 
     >>> from paceline.core.optimizers import Sgd
-    >>> weights, rule, sent = torch.zeros(1), StepForesight(Sgd(), max_workers=2, ramp=0.0), torch.zeros(1)
+    >>> weights, rule, sent = torch.zeros(1), StepForesight(Sgd(), max_workers=2), torch.zeros(1)
     >>> state = rule.start(weights)
     >>> for worker in (0, 1):
     ...     rule.apply(weights, state, torch.ones(1), Arrival(worker, 1, torch.tensor(1.0), 2))
@@ -46,32 +44,29 @@ class StepForesight(StatelessHooks):
         max_workers: int,
         fair: bool = False,
         horizon: float = HORIZON,
-        ramp: float = RAMP,
         holds_back: bool | None = None,
     ) -> None:
         self.optimizer, self.max_workers, self.fair = optimizer, max_workers, fair
-        self.horizon, self.ramp, self.holds_back = horizon, ramp, not fair if holds_back is None else holds_back
+        self.horizon, self.holds_back = horizon, not fair if holds_back is None else holds_back
 
     @property
     def name(self) -> str:
         return "foresight-fair" if self.fair else "foresight"
 
     def start(self, weights: Tensor) -> State:
-        numbers = torch.zeros((*weights.shape[:-1], self.max_workers + 1), dtype=torch.float64, device=weights.device)
-        return {"before": weights.clone(), "numbers": numbers, **self.optimizer.start(weights)}
+        intervals = torch.zeros((*weights.shape[:-1], self.max_workers), dtype=torch.float64, device=weights.device)
+        return {"before": weights.clone(), "intervals": intervals, **self.optimizer.start(weights)}
 
     def leave(self, state: State, worker: int) -> None:
-        state["numbers"][worker].zero_()  # an assignment would synchronise a GPU
+        state["intervals"][worker].zero_()  # an assignment would synchronise a GPU
 
     def apply(self, weights: Tensor, state: State, update: Tensor, arrival: Arrival) -> None:
-        interval, longest, count = self._measure(state["numbers"], arrival)
+        interval, longest = _measure(state["intervals"], arrival)
         if self.fair:
             weight = at_most(interval / arrival.num_live, MAX_WEIGHT)
             update = update * (weight.to(update.dtype) if isinstance(weight, Tensor) else weight)
-        length = at_most(count / at_least(self.ramp * (longest - 1.0), 1.0), 1.0)
-        lr = arrival.lr * (length.to(arrival.lr.dtype) if isinstance(length, Tensor) else length)
         state["before"].copy_(weights)
-        self.optimizer.step(weights, state, update, lr, 1.0 / longest)
+        self.optimizer.step(weights, state, update, arrival.lr, 1.0 / longest)
         if self.holds_back and (isinstance(longest, Tensor) or longest > 1.0):
             self._hold_back(weights, state["before"], update, 1.0 - 1.0 / longest)
 
@@ -84,26 +79,22 @@ class StepForesight(StatelessHooks):
             step.mul_((step * gradient[..., start : start + length]).gt_(0.0))
             add_scaled(piece, step, -undone)
 
-    def _measure(self, numbers: Tensor, arrival: Arrival) -> tuple[Scalar, Scalar, Scalar]:
-        """Update the worker's interval; return it with the longest of all workers and the number of updates.
-
-        `numbers` holds the interval of every worker, then the number of updates.
-        """
-        worker, max_workers = arrival.worker, self.max_workers
-        if isinstance(worker, Tensor):
-            intervals, mine = numbers[:, :max_workers], worker[:, None]
-            interval = torch.as_tensor(next_interval(intervals.gather(1, mine), arrival))
-            intervals.scatter_(1, mine, interval)
-            numbers[:, max_workers:] += 1.0
-            return interval, intervals.amax(-1, keepdim=True), numbers[:, max_workers:]
-        assert worker is not None, "a rule that knows its workers was handed the mean of several"
-        row = numbers.tolist()
-        row[worker] = found = next_interval(row[worker], arrival)
-        row[max_workers] += 1.0
-        keep_all(numbers, row)
-        return found, max(row[:max_workers]), row[max_workers]
-
     def reply_weights(self, weights: Tensor, state: State, worker: int | Tensor, out: Tensor) -> None:
-        numbers = state["numbers"]
-        interval = numbers.gather(1, worker[:, None]) if isinstance(worker, Tensor) else float(numbers[worker])
+        intervals = state["intervals"]
+        interval = intervals.gather(1, worker[:, None]) if isinstance(worker, Tensor) else float(intervals[worker])
         move_between(state["before"], weights, 1.0 + self.horizon * at_least(interval - 1.0, 0.0), out)
+
+
+def _measure(intervals: Tensor, arrival: Arrival) -> tuple[Scalar, Scalar]:
+    """Update the worker's interval; return it with the longest of all workers."""
+    worker = arrival.worker
+    if isinstance(worker, Tensor):
+        mine = worker[:, None]
+        interval = torch.as_tensor(next_interval(intervals.gather(1, mine), arrival))
+        intervals.scatter_(1, mine, interval)
+        return interval, intervals.amax(-1, keepdim=True)
+    assert worker is not None, "a rule that knows its workers was handed the mean of several"
+    row = intervals.tolist()
+    row[worker] = found = next_interval(row[worker], arrival)
+    keep_all(intervals, row)
+    return found, max(row)

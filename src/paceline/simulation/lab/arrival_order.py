@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.assembly.core import make_policy, make_rule, make_schedule
+from paceline.assembly.core import make_policy, make_rule, make_training
 from paceline.assembly.run import make_roster
 from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig
 from paceline.core.driver import BareDriver
 from paceline.core.messages import Disposition, Input, Join, Reply
-from paceline.core.schedules import Training
 from paceline.core.server import AppliedUpdate, Exchange, Server
 from paceline.core.worker import LocalWorker
 from paceline.data.sampler import Batches
@@ -92,7 +91,7 @@ def trace_of(config: RunConfig, work: WorkAssignment, num_floats: int) -> Arriva
     drivers: list[_TracingDriver] = []
 
     def start(send: Callable[[Reply], None]) -> BareDriver:
-        rule, training = make_rule(config, Layout((), 0)), Training(work.budget, make_schedule(config))
+        rule, training = make_rule(config, Layout((), 0)), make_training(config, work.budget)
         exchange = Exchange(nbytes=4 * num_floats)
         server = Server(torch.empty(0), rule, make_policy(config), training, make_roster(config), exchange)
         drivers.append(_TracingDriver(server, send))
