@@ -147,7 +147,7 @@ def train(
     weight_decay: weight decay added to the gradient (adamw, muon: to steps)
     clip: maximum gradient norm; scale larger gradients down
     schedule: lr schedule: constant, cosine, exponential[:FACTOR] or steps:80,120 (/ 10)
-    warmup: share of the run over which lr grows (rule auto: up to .1, Adam .2)
+    warmup: share of the run over which lr grows (rule auto: up to .2)
     scale_lr: multiply lr: none, auto (by the pushes that one update averages) or a factor
     batch_size: samples in one batch of one worker
     epochs: number of epochs

@@ -164,9 +164,7 @@ class RunConfig:
     weight_decay: float = _optimizer(0.0, "weight decay added to the gradient (adamw, muon: to steps)", _not_negative)
     clip: float | None = _optimizer(None, "maximum gradient norm; scale larger gradients down", _positive)
     schedule: str = _optimizer("constant", "lr schedule: constant, cosine, exponential[:FACTOR] or steps:80,120 (/ 10)")
-    warmup: float | None = _optimizer(
-        None, "share of the run over which lr grows (rule auto: up to .1, Adam .2)", _fraction
-    )
+    warmup: float | None = _optimizer(None, "share of the run over which lr grows (rule auto: up to .2)", _fraction)
     scale_lr: str = _optimizer("none", "multiply lr: none, auto (by the pushes that one update averages) or a factor")
     batch_size: int = _length(32, "samples in one batch of one worker", _at_least_one)
     epochs: float = _length(6.0, "number of epochs", _sensible)
