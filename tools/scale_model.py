@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from paceline.assembly.core import make_inner_loop, make_policy
+from paceline.assembly.core import make_policy, make_training
 from paceline.config import RunConfig
 from paceline.core.driver import BareDriver
 from paceline.core.messages import Input, Join, Reply
 from paceline.core.optimizers import Sgd
 from paceline.core.rules.plain import Plain
-from paceline.core.schedules import Budget, Schedule, Training
+from paceline.core.schedules import Budget, Schedule
 from paceline.core.server import Exchange, Roster, Server
 from paceline.core.worker import LocalWorker
 from paceline.randomness import rng
@@ -207,7 +207,7 @@ def simulate(cell: Cell) -> Found | None:
 
     def start_server(send: Callable[[Reply], None]) -> Side:
         config, budget = RunConfig(strategy=cell.text, workers=cell.workers), Budget(samples, samples)
-        policy, training = make_policy(config), Training(budget, Schedule(0.0), make_inner_loop(config))
+        policy, training = make_policy(config), replace(make_training(config, budget), schedule=Schedule(0.0))
         server = Server(model.initial(), Plain(Sgd()), policy, training, Roster(cell.workers), Exchange(nbytes=NBYTES))
         sides.append(Side(server, send, round(LEFT_OUT * samples), look))
         return sides[-1]
