@@ -25,7 +25,7 @@ class Averaged(RuleWrapper):
 
     Once workers have reached their quota and nobody else computes on their data, the live weights lean towards the
     data of the others: a_t is multiplied by present^4, where `present` is the share of the data that is still computed
-    on. Workers that are lost or drained change nothing (docs/rules.md has the ablation).
+    on. Workers that are lost or drained change nothing (docs/rules-evidence.md has the ablation).
 
     >>> from paceline.core.optimizers import Sgd
     >>> from paceline.core.rules.plain import Plain

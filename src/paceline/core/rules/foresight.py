@@ -205,7 +205,7 @@ class ForesightFair(Foresight):
 
     tau_i, the updates between two arrivals of worker i, is n if all workers are equally fast. Use it if slow workers
     hold labels that the others lack; on evenly split data it only gives the stalest gradients the most weight. A push
-    counts at most three times: the rarest are also the stalest (docs/rules.md has the ablation).
+    counts at most three times: the rarest are also the stalest (docs/rules-evidence.md has the ablation).
 
     >>> import torch
     >>> from paceline.interfaces import Arrival
