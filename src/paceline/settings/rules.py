@@ -61,10 +61,10 @@ def choose(
     `data` says how the data is divided if labels play no part in that: targets need not be labels.
 
     Measured on a validation split of Fashion-MNIST (docs/rules-evidence.md): foresight is best or level with the best
-    at the user's lr and momentum. If labels are skewed, foresight-fair makes the data of slow workers count as much as that of
-    fast ones. Both step with any built-in optimizer; with plain SGD they limit their steps by what they measure, if
-    `is_measured`. The optimizer of the user's own loop keeps its decays: `ahead` tries a step of it, and skewed labels
-    need the cached gradients of `cached`.
+    at the user's lr and momentum. If labels are skewed, foresight-fair makes the data of slow workers count as much as
+    that of fast ones. Both step with any built-in optimizer; with plain SGD they limit their steps by what they
+    measure, if `is_measured`. The optimizer of the user's own loop keeps its decays: `ahead` tries a step of it, and
+    skewed labels need the cached gradients of `cached`.
 
     >>> [choose(workers, 0.9, optimizer).rule for workers, optimizer in ((10, "adam"), (1, "sgd"), (4, "script"))]
     ['foresight-fair', 'plain', 'cached']
