@@ -89,6 +89,7 @@ def test_workers_with_unequal_loops_finish_and_the_run_replays(tmp_path: Path, s
 def test_allreduce_is_sync_and_ends_with_the_first_loop(tmp_path: Path) -> None:
     both = [start(tmp_path, strategy, "12", "12")[0] for strategy in ("allreduce", "sync")]
     assert torch.equal(*both)
+    assert result_of(tmp_path / "runs/allreduce")["reason"] == "every worker ended its loop"
     (tmp_path / "short").mkdir()
     start(tmp_path / "short", "allreduce", "12", "5")
     result = result_of(tmp_path / "short/runs/allreduce")

@@ -66,7 +66,7 @@ def test_older_figures_of_workers_say_of_when_they_are(status: str, at: float, s
 @pytest.mark.parametrize(("factor", "said"), [(None, False), (1.0, False), (0.6131, True)])
 def test_steps_that_the_rule_shortens_are_one_line(factor: float | None, said: bool) -> None:
     text = format_status(RunStatus("runs/it", "async", "lenet5", 8, "running", step_factor=factor))
-    assert ("step limit: lr x 0.61, for the curvature that 8 workers' steps meet" in text) == said
+    assert ("step limit: lr x 0.61: the loss is too sharply curved for 8 workers' steps" in text) == said
     assert ("step limit" in text) == said
 
 

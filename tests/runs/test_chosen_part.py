@@ -49,6 +49,7 @@ def test_with_held_out_data_the_test_set_is_read_once_at_the_end_or_never(
         assert file.metadata()["chosen_on"] == "validation"
     assert read_best(run.folder) == result["best"]
     (line,) = (line for line in closing_lines(result, None, "here") if "chosen on" in line)
+    assert line.startswith("checkpoints/best.safetensors: the best weights (update")
     assert line.endswith("chosen on the validation data")
     assert "chosen on" not in compare(runs_of([run.folder.path])[0], 120)
 

@@ -24,6 +24,7 @@ from paceline.runs.events import read_events
 from paceline.runs.folder import RunFolder
 from paceline.runs.result import percentile, staleness_summary, summarise, weights_sha256
 from paceline.system.strict_json import seal
+from tests.support.made_up_runs import make_folder, result_of
 from tests.support.recorded_runs import Record, Small, small_config, small_task
 
 
@@ -128,7 +129,9 @@ def test_a_lost_worker_is_an_event(record: Record) -> None:
     run.leave(1)
     assert run.host.lost == [1]
     run.push_at_random(10_000)
-    assert run.host.finish()["lost_workers"] == [1]
+    result = run.host.finish()
+    assert result["lost_workers"] == [1] and "returned_workers" not in result
+    assert "1 of 2 workers was lost: worker 1" in closing_lines(result, None, "here")
     lost = [row for row in read_events(run.folder.events_file) if row["kind"] == "worker_lost"]
     assert [(row["worker"], row["live"]) for row in lost] == [(1, 1)]
 
@@ -177,10 +180,31 @@ def test_bytes_of_a_resumed_run_do_not_start_again_at_zero(record: Record) -> No
     assert summarise(run.config, run.server, 1.0, {})["bytes_pulled"] > before
 
 
+def test_a_worker_that_came_back_is_not_lost_at_the_end(record: Record) -> None:
+    run = record(strategy="sync", workers=2)
+    run.join_all()
+    run.leave(1)
+    run.join(1)
+    run.push_at_random(10_000)
+    result = run.host.finish()
+    assert (result["lost_workers"], result["returned_workers"]) == ([1], [1])
+    assert not any("lost" in line for line in closing_lines(result, None, "here"))
+
+
+def test_dropped_pushes_and_pushes_of_unknown_size_are_called_what_they_are(tmp_path: Path) -> None:
+    result = result_of(make_folder(tmp_path), dropped_pushes=3, unit="pushes", samples=202, samples_per_second=28.0)
+    lines = closing_lines(result, None, "here")
+    assert any(line.endswith("202 pushes, 28 pushes/s") for line in lines)
+    assert any(line.startswith("staleness") and line.endswith(" (of the pushes that count)") for line in lines)
+
+
 def test_a_folder_is_never_written_over(tmp_path: Path) -> None:
     config = small_config(tmp_path, workers=2)
-    RunFolder.create(config)
-    with pytest.raises(UserError, match="exists already"):
+    folder = RunFolder.create(config)
+    with pytest.raises(UserError, match="exists already: choose another --name, remove it, or 'paceline resume"):
+        RunFolder.create(config)
+    folder.write_result(result_of(folder))
+    with pytest.raises(UserError, match=r"exists already: choose another --name, or remove it$"):
         RunFolder.create(config)
 
 

@@ -68,6 +68,7 @@ class RunStatus:
     workers: tuple[WorkerStatus, ...] = ()
     workers_at: float | None = None  # when the workers' figures were written, by the run's clock; None: never
     samples: int = 0
+    unit: str = "samples"  # what `samples` and `rate` count: `pushes` of loops that draw their own batches
     loss: float | None = None  # of an ended run that scored its train data, that score; else of its latest pushes
     loss_at: int | None = None  # the update that the loss belongs to
     staleness: float | None = None  # mean over all pushes so far
@@ -134,6 +135,7 @@ def _status_of(folder: RunFolder, events: list[Row], quiet: float | None, damage
         workers=tuple(workers),
         workers_at=accounts.get("now"),
         samples=row.get("samples", 0),
+        unit=(result or next(iter(events), {})).get("unit") or "samples",
         loss=scored if scored is not None else last.get("loss"),
         loss_at=row.get("updates") if scored is not None else last.get("updates"),
         staleness=last.get("staleness"),

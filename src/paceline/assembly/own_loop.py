@@ -150,9 +150,13 @@ def announce_loop(config: RunConfig, facts: Facts, report: Report) -> None:
     for text in facts["notes"]:
         report({"kind": "note", "text": text})
     strategy = strategy_of(config)
+    if strategy.needs_no_server and (config.workers or 1) > 1:
+        what = f"{config.strategy} of your own loop goes through a server; only built-in training does without one"
+        report({"kind": "note", "text": what})
     pushes = strategy.pushes_per_step(config.workers or 1)
     if pushes > 1 and not strategy.is_local and lr_scale(config) == 1.0:
-        what = f"one update averages {pushes} batches ({pushes * config.batch_size} samples) at the lr of one"
+        samples = f" ({pushes * config.batch_size} samples)" if facts["loaders"] else ""
+        what = f"one update averages {pushes} batches{samples} at the lr of one"
         report({"kind": "note", "text": f"{what}: a larger lr in the script, with warm-up, can make up for it"})
     if config.rule not in AUTOMATIC:
         return

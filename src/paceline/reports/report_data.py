@@ -159,6 +159,7 @@ class RunReader:
             "fraction": 1.0 if over else last.get("fraction"),
             "seconds_left": seconds_left(aggregates.latest) if timed else None,
             "workers": config.workers if config is not None else result.get("workers"),
+            "unit": result.get("unit"),
             "live": last.get("live"),
             "simulated": simulated,
             "lab": bool(result.get("lab")),

@@ -14,6 +14,7 @@ from paceline.system.terminal import counted, loss_text, printable, seconds_text
 
 MAX_TEXT = 400  # characters of an event: its row may come from anybody
 NOTABLE_PERCENT = 5.0  # by which the least busy worker is below the mean, to be named
+MAX_NAMED = 8  # lost workers
 MAX_CLASSES = 20  # classes listed one by one; the result has all
 PART_NAMES = {"computing": "computing", "server": "at the server", "waiting": "waiting", "sending": "sending"}
 FIRST_WORDS = {"stopped": "Stopped early", "killed": "Ended without a result"}
@@ -54,7 +55,7 @@ def _of_weights(figures: dict[str, Any], score: str, form: str, unit: str = "") 
 def _how_much(figures: dict[str, Any], status: str) -> str:
     samples, fraction = figures.get("samples"), figures.get("fraction")
     share = f" ({100 * fraction:.0f} % of the budget)" if status != "finished" and fraction is not None else ""
-    return f"after {samples:,} samples{share}" if samples else ""
+    return f"after {samples:,} {figures.get('unit') or 'samples'}{share}" if samples else ""
 
 
 def _how_fast(figures: dict[str, Any]) -> str:
@@ -62,7 +63,7 @@ def _how_fast(figures: dict[str, Any]) -> str:
     workers = "1 worker" if figures.get("workers") == 1 else f"{_amount(figures, 'workers')} workers"
     virtual = " of virtual time" if figures.get("simulated") else ""
     text = f"in {seconds_text(seconds)}{virtual} on {workers}" if seconds else f"on {workers}"
-    return text + (f" ({rate:,.0f} samples/s)" if rate else "")
+    return text + (f" ({rate:,.0f} {figures.get('unit') or 'samples'}/s)" if rate else "")
 
 
 def class_names(settings: dict[str, Any]) -> tuple[str, ...] | None:
@@ -81,13 +82,14 @@ def closing_lines(
     `shares` are those of each worker's time, as `status` has them. The published tables write a training time as
     02:55:634; `reproduce` reads theirs, and here it is 2 min 56 s.
     """
-    lines = [_headline(result), *_scores(result), *_scored_weights(result)]
+    lines = [_headline(result), *_lost(result), *_scores(result), *_scored_weights(result)]
     if result["per_class_accuracy"]:
         lines.append(_per_class(result["per_class_accuracy"], classes))
     lines.append(_pace(result))
     if result["workers"] != 1:
         stale = result["staleness"]
-        lines.append(f"staleness in updates: mean {stale['mean']:.1f}, max {stale['max']}")
+        without = " (of the pushes that count)" if result["dropped_pushes"] else ""
+        lines.append(f"staleness in updates: mean {stale['mean']:.1f}, max {stale['max']}{without}")
     if result["dropped_pushes"]:
         lines.append(f"dropped: {counted(result['dropped_pushes'], 'push')}")
     if any(shares):
@@ -108,6 +110,20 @@ def _headline(result: dict[str, Any]) -> str:
         what = f"times only, {result['num_parameters']:,} parameters"
     workers = "1 worker" if result["workers"] == 1 else f"{result['workers']} workers"
     return f"{result['status']}{reason}: {what}, {result['strategy']}, {workers}"
+
+
+def _lost(result: dict[str, Any]) -> list[str]:
+    """Return which workers were lost and did not come back.
+
+    >>> _lost({"workers": 3, "lost_workers": [2, 1, 2], "returned_workers": [1]})
+    ['1 of 3 workers was lost: worker 2']
+    """
+    lost = sorted(set(result.get("lost_workers") or ()) - set(result.get("returned_workers") or ()))
+    if not lost:
+        return []
+    which = f"worker{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost[:MAX_NAMED]))}"
+    more = f" and {len(lost) - MAX_NAMED} more" if len(lost) > MAX_NAMED else ""
+    return [f"{len(lost)} of {result['workers']} workers {'was' if len(lost) == 1 else 'were'} lost: {which}{more}"]
 
 
 def _scores(result: dict[str, Any]) -> list[str]:
@@ -132,8 +148,9 @@ def _pace(result: dict[str, Any]) -> str:
     took = seconds_text(result["train_seconds"])
     if result.get("simulated"):
         took += f" of virtual time, simulated in {seconds_text(result['wall_seconds'])}"
-    rate = f"{result['samples_per_second']:,.0f} samples/s"
-    return f"training time: {took}; {result['updates']:,} updates, {result['samples']:,} samples, {rate}"
+    unit = result.get("unit") or "samples"
+    rate = f"{result['samples_per_second']:,.0f} {unit}/s"
+    return f"training time: {took}; {result['updates']:,} updates, {result['samples']:,} {unit}, {rate}"
 
 
 def _scored_weights(result: dict[str, Any]) -> list[str]:
@@ -171,7 +188,8 @@ def _choice(result: dict[str, Any]) -> str:
     hint = ": --validation 0.1 holds out data to choose by" if on_test else ""
     if best:
         optimistic = ", so their score there is too good" if on_test else ""
-        return f"best.safetensors: the best weights (update {best['updates']:,}), chosen on {data}{optimistic}{hint}"
+        what = f"checkpoints/best.safetensors: the best weights (update {best['updates']:,})"
+        return f"{what}, chosen on {data}{optimistic}{hint}"
     optimistic = ", whose scores are therefore too good" if on_test else ""
     return f"the end of the run chosen on {data}{optimistic}{hint}"
 

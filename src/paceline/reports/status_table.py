@@ -33,9 +33,8 @@ def _step_limit(status: RunStatus) -> list[str]:
     """Say by how much the rule shortens steps, if it does."""
     if status.step_factor is None or status.step_factor >= 1.0:
         return []
-    return [
-        f"step limit: lr x {status.step_factor:.2g}, for the curvature that {status.num_workers} workers' steps meet"
-    ]
+    why = f"the loss is too sharply curved for {status.num_workers} workers' steps"
+    return [f"step limit: lr x {status.step_factor:.2g}: {why}"]
 
 
 def format_workers(status: RunStatus, width: int = 80, max_workers: int = MAX_WORKERS) -> list[str]:
@@ -77,7 +76,7 @@ def _run_line(status: RunStatus) -> str:
         parts.append(f"{100 * status.fraction:.0f} % of the budget")
     parts += loss_parts(status)
     if status.rate:
-        parts.append(f"{status.rate:,.0f} samples/s")
+        parts.append(f"{status.rate:,.0f} {status.unit}/s")
     if status.seconds:
         parts.append(f"{seconds_text(status.seconds)} {'of virtual time' if status.simulated else 'of training'}")
     if status.deals:

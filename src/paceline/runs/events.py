@@ -97,7 +97,7 @@ _NUMBERS = (
     "usual",
     "pause_seconds",
 )
-_TEXTS = ("reason", "what", "error", "text", "status", "strategy", "which", "fault", "why", "model", "dataset")
+_TEXTS = ("reason", "what", "error", "text", "status", "strategy", "which", "fault", "why", "model", "dataset", "unit")
 _PARTS = tuple(f"{live}{part}" for live in ("", "live_") for part in ("test", "validation", "train"))
 FIELD_TYPES: Mapping[str, TypeCheck] = {
     **dict.fromkeys(_COUNTS, is_count),
@@ -132,6 +132,7 @@ _RESULT_NUMBERS = (
 )
 _RESULT_TEXTS = (
     *("status", "reason", "strategy", "dataset", "model", "task", "weights", "average", "chosen_on", "weights_sha256"),
+    "unit",
 )
 _OBJECTS = ("environment", "best")
 RESULT_TYPES: dict[str, TypeCheck] = {
@@ -142,7 +143,7 @@ RESULT_TYPES: dict[str, TypeCheck] = {
     **dict.fromkeys(_OBJECTS, lambda value: isinstance(value, dict)),
     "staleness_histogram": lambda value: dict_of(is_count)(value) and all(name.isdecimal() for name in value),
     "per_class_accuracy": are_numbers_or_null,
-    "lost_workers": list_of(is_count),
+    **dict.fromkeys(("lost_workers", "returned_workers"), list_of(is_count)),
     "utilisation": list_of(dict_of(is_number)),
     "reported": dict_of(dict_of(optional(is_number))),
 }

@@ -75,8 +75,6 @@ class RunFolder:
     def create(config: RunConfig) -> RunFolder:
         """Create a new folder with the resolved config and the fault table; refuse one that exists."""
         folder = RunFolder(Path(config.runs) / (config.name or free_name(config)))
-        if folder.path.exists():
-            raise _exists_already(folder.path)
         try:  # from here on, an interrupt may find it: also one inside mkdir, which has made it then
             folder.path.mkdir(parents=True)
             write_atomically(folder.config_file, _config_text(config, _heading()))
@@ -87,7 +85,7 @@ class RunFolder:
                 write_atomically(folder.initial_file, read_weights(Path(config.weights), config.weights_sha256))
             folder.sign()
         except FileExistsError:
-            raise _exists_already(folder.path) from None
+            raise _exists_already(folder) from None
         except OSError as error:
             folder.discard_unstarted()
             raise _not_created(folder.path, error) from None
@@ -333,8 +331,12 @@ def _import_phrase(kind: str, text: str) -> str:
     )
 
 
-def _exists_already(path: Path) -> UserError:
-    return UserError(f"{path} exists already: choose another --name, remove it, or 'paceline resume {path}'")
+def _exists_already(folder: RunFolder) -> UserError:
+    what = f"{folder.path} exists already: choose another --name"
+    with contextlib.suppress(UserError):
+        folder.require_unfinished()
+        return UserError(f"{what}, remove it, or 'paceline resume {folder.path}'")
+    return UserError(f"{what}, or remove it")
 
 
 def _not_created(path: Path, error: OSError) -> UserError:

@@ -49,7 +49,7 @@ class RuleChoice:
     def line(self, workers: int) -> str:
         """The line that tells the user."""
         shorter = f", steps x {self.step(workers):.2g}" if self.step(workers) < 1.0 else ""
-        measured = ", steps limited by the curvature they meet" if self.is_measured else ""
+        measured = ", steps shortened where the loss is sharply curved" if self.is_measured else ""
         return f"rule auto: {self.rule}{shorter} ({self.why}){measured}"
 
 
@@ -69,7 +69,7 @@ def choose(
     >>> [choose(workers, 0.9, optimizer).rule for workers, optimizer in ((10, "adam"), (1, "sgd"), (4, "script"))]
     ['foresight-fair', 'plain', 'cached']
     >>> choose(30, 0.0, "sgd").line(30)
-    'rule auto: foresight (30 workers, labels spread evenly), steps limited by the curvature they meet'
+    'rule auto: foresight (30 workers, labels spread evenly), steps shortened where the loss is sharply curved'
     >>> choose(30, 0.0, "sgd", is_measured=False, data="data divided evenly").line(30)
     'rule auto: foresight, steps x 0.33 (30 workers, data divided evenly)'
     """

@@ -249,6 +249,11 @@ class Strategy:
         return self.kind.axes.topologies == (Topology.RING,)
 
     @property
+    def needs_no_server(self) -> bool:
+        """Whether workers of built-in training exchange with each other by default; own loops have a server."""
+        return self.kind.axes.topologies[0] is Topology.RING
+
+    @property
     def is_stale(self) -> bool:
         """Whether pushes are applied one by one, to weights that may have changed since."""
         return self.waiting in (Waiting.ASYNC, Waiting.BOUNDED)

@@ -56,6 +56,9 @@ def test_a_script_that_asks_for_a_process_group_is_told_to_leave_it_out(tmp_path
     script = "import torch.distributed as dist\n\ndist.init_process_group('gloo')\n"
     text = describe_exception(raised_by(tmp_path / "train.py", script)).text
     assert "(train.py, line 3); Paceline starts the workers and averages: leave out init_process_group" in text
+    asks = "import torch.distributed as dist\n\nprint(dist.get_rank())\n"
+    text = describe_exception(raised_by(tmp_path / "train.py", asks)).text
+    assert "(train.py, line 3); Paceline makes none: leave this call out; session.worker" in text
 
 
 FAILING_DATA = """

@@ -75,3 +75,13 @@ def test_only_sgd_with_classical_momentum_is_replaced(
     notes: list[str] = []
     announce_loop(resolved, {**first_facts(LAYOUT, skew=skew), **facts}, lambda row: notes.append(row["text"]))
     assert len(notes) == 1 and notes[0].startswith(f"rule auto: {rule} (")
+
+
+def test_a_strategy_that_needs_no_server_elsewhere_says_that_it_has_one_in_own_loops() -> None:
+    notes: list[str] = []
+    for strategy in ("allreduce", "local:2", "sync"):
+        config = resolve(RunConfig(strategy=strategy, workers=2, task="script:own"))
+        announce_loop(config, first_facts(LAYOUT), lambda row: notes.append(row["text"]))
+    served = [note for note in notes if "a server" in note]
+    assert [note.split()[0] for note in served] == ["allreduce", "local:2"]
+    assert not any("samples" in note for note in notes), "a loop without a loader knows none"

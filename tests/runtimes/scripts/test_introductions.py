@@ -245,7 +245,7 @@ def test_a_worker_that_does_not_come_back_is_not_waited_for_without_end(
         lose_second(served).finish()
         served.wait()
     assert served.error is None and served.result is not None and served.result["updates"] == 2
-    assert "1 of 2 workers were lost" in served.result["reason"]
+    assert served.result["lost_workers"] == [1]
 
 
 LIES: dict[str, dict[str, Any]] = {

@@ -473,37 +473,81 @@ def test_a_syntax_error_names_its_line(
     assert capsys.readouterr().err == "paceline: train.py, line 3: invalid syntax: Python cannot read this script\n"
 
 
-WITH_GROUP = """import torch
+WITH_GROUP = """import os
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
 model = DDP(torch.nn.Linear(2, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-sampler = DistributedSampler(data)
+sampler = DistributedSampler(data, shuffle=False)
 loader = DataLoader(data, sampler=sampler)
 for epoch in range(3):
     sampler.set_epoch(epoch)
     for x, y in loader:
         optimizer.zero_grad()
         model(x).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        total += y.gather(0, x)
+    dist.all_reduce(total)
+    if rank == 0:
+        torch.save(model.module.state_dict(), "model.pt")
+    dist.barrier()
 dist.destroy_process_group()
 """
 
 
-def test_what_only_a_process_group_needs_is_named_with_its_lines(tmp_path: Path) -> None:
-    lines = refusal(tmp_path, WITH_GROUP)
-    assert [line for line in lines if line.startswith("line ")] == [
-        "line 7: init_process_group(...): leave it out",
-        "line 8: DistributedDataParallel(...): use the model itself",
-        "line 10: DistributedSampler(...): give the DataLoader shuffle=True",
-        "line 13: set_epoch(...): leave it out",
-        "line 18: destroy_process_group(...): leave it out",
+def test_all_that_needs_a_process_group_is_named_with_what_to_do_instead(tmp_path: Path) -> None:
+    assert refusal(tmp_path, WITH_GROUP)[1:] == [
+        "  line 7   + import paceline",
+        "  after 8  + session = paceline.join()",
+        "  after 13 + model, optimizer, loader = session.prepare(model, optimizer, loader)",
+        "  after 25 + session.finish()",
+        "to average gradients as DDP does: paceline run --strategy sync train.py",
+        "line 8: init_process_group(...): leave it out",
+        "line 9: get_rank(): session.worker instead",
+        "line 9: get_world_size(): session.num_workers instead",
+        "line 10: DistributedDataParallel(...): use the model itself",
+        "line 12: DistributedSampler(...): leave it out, and give the DataLoader shuffle=False in place of its sampler",
+        "line 15: set_epoch(...): leave it out",
+        "line 19: clip_grad_norm_(...): clips the gradient of each worker, before the mean; DDP clips the mean, so the "
+        "weights differ",
+        "line 22: all_reduce(...): leave it out; the value is of this worker's share, and session.report(name=value) "
+        "shows those of all",
+        "line 24: model.module: model itself",
+        "line 25: barrier(...): leave it out",
+        "line 26: destroy_process_group(...): leave it out",
+        "see docs/own-code.md",
     ]
     assert not any(line.startswith("line ") for line in refusal(tmp_path, FLAT + "loader.set_epoch(1)\n"))
+    clips = FLAT.replace(
+        "        optimizer.step()", "        clip_grad_norm_(model.parameters(), 1)\n        optimizer.step()"
+    )
+    assert not any("clip" in line for line in refusal(tmp_path, clips)), "clipping is that of a plain script"
+
+
+def test_ranks_that_a_function_asks_for_begin_the_session_below_the_imports(tmp_path: Path) -> None:
+    asks = FLAT.replace(
+        "\n\n", "\nimport os\n\n\ndef is_first():\n    return int(os.environ['LOCAL_RANK']) == 0\n\n\n", 1
+    )
+    lines = refusal(tmp_path, asks.replace("Linear(2, 2)", "Linear(2, 2)\nmodel = DistributedDataParallel(model)"))
+    assert lines[1:3] == ["  line 4   + import paceline", "  after 3  + session = paceline.join()"]
+    assert "line 7: os.environ['LOCAL_RANK']: session.worker instead" in lines
+    assert not any("LOCAL_RANK" in line for line in refusal(tmp_path, asks)), "it has no process group"
+
+
+@pytest.mark.parametrize("asked", ["rank == 0", "is_main_process()", "not args.rank"])
+def test_a_file_that_one_worker_writes_is_not_named(asked: str, tmp_path: Path) -> None:
+    saves = f"if {asked}:\n    torch.save(model, 'model.pt')\n"
+    assert not any("torch.save" in line for line in refusal(tmp_path, FLAT + saves))
+    called = f"def keep():\n    torch.save(model, 'model.pt')\n\n\nif {asked}:\n    keep()\n"
+    assert not any("torch.save" in line for line in refusal(tmp_path, FLAT + called))
+    assert any("torch.save" in line for line in refusal(tmp_path, FLAT + called + "keep()\n"))
 
 
 EVALUATES = """import torch

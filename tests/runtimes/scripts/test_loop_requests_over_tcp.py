@@ -226,3 +226,27 @@ def test_workers_wait_for_a_server_whose_disk_is_full(tmp_path: Path, error: Use
         in_thread(say_hello).join(20)
         worker.client.close()
     assert [text.endswith("of the script") for text in told] == [True] * is_told
+
+
+@pytest.mark.parametrize("others", ["have work left", "have none"])
+def test_a_run_that_needs_all_says_who_left_only_if_others_had_work_left(tmp_path: Path, others: str) -> None:
+    with ServedLoops(tmp_path, workers=2, strategy="allreduce", split="full") as served:
+        first, second = (served.worker(number) for number in (0, 1))
+        joins = in_thread(first.hello)
+        second.hello()
+        joins.join(20)
+        pushes = in_thread(first.push)
+        second.push()
+        pushes.join(20)
+        ends = in_thread(first.finish)
+        if others == "have work left":
+            reply = second.push()  # before or after the other has left: it is never answered with weights
+            assert reply is None or reply.finished
+        second.finish()
+        ends.join(20)
+        served.wait()
+    assert served.error is None and served.result is not None
+    why = "a worker ended its loop (worker 0), and allreduce needs all"
+    expected = why if others == "have work left" else "every worker ended its loop"
+    assert (served.result["status"], served.result["reason"]) == ("finished", expected)
+    assert served.result["updates"] == 1

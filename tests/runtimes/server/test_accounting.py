@@ -87,6 +87,8 @@ def test_what_lies_between_counts_as_the_runtime_says(way: Way, other: str | Non
     row = office.row(3.0)
     assert row[way][0] == (1.0 if way == "server" else 1.0 - SERVING)
     assert other is None or other not in row
+    if way == "waiting":  # a ring, whose workers make the update themselves
+        assert "server" not in row and row["computing"][0] == 1.0 + SERVING
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), *[st.floats(0.0, 2.0)] * 3), max_size=40), st.booleans())

@@ -149,11 +149,12 @@ class OneRun {
     const summary = run.findings.join(". ");
     this.timeline.update(some && end > 0 ? { ...run.timeline, end, label: timeLabel(run), legend, summary } : null);
     setText(this.findings, run.findings.map((text) => text[0].toUpperCase() + text.slice(1)).join(". ") + (run.findings.length ? "." : ""));
-    const speed = { x: run.rate.t, y: run.rate.rate, name: "samples", colour: "var(--c0)", dots: 0 };
+    const unit = run.figures.unit || "samples";
+    const speed = { x: run.rate.t, y: run.rate.rate, name: unit, colour: "var(--c0)", dots: 0 };
     const mean = run.figures.rate;
     this.speed.update(run.rate.t.length > 1 ? {
-      x: time, y: { label: "samples/s", kind: "rate", zero: true }, series: [speed], marks: marksOf(run),
-      summary: known(mean) ? `${rateText(mean)} samples a second on average` : "",
+      x: time, y: { label: `${unit}/s`, kind: "rate", zero: true }, series: [speed], marks: marksOf(run),
+      summary: known(mean) ? `${rateText(mean)} ${unit} a second on average` : "",
     } : null);
     const stale = run.figures.staleness;
     this.staleness.update(run.staleness.some(([low, , count]) => low > 0 && count > 0) ? {
@@ -221,7 +222,7 @@ function tilesOf(run) {
     ...Object.entries(figures.metrics).map(([name, value]) => [`${name}, reported`, known(value) ? digits(value, 4) : "not finite"]),
     [timeLabel(run), known(figures.seconds) ? clock(figures.seconds) : null],
     ["time left, about", known(figures.seconds_left) ? clock(figures.seconds_left) : null],
-    ["samples/s", known(figures.rate) ? rateText(figures.rate) : null],
+    [`${figures.unit || "samples"}/s`, known(figures.rate) ? rateText(figures.rate) : null],
     ["updates", known(figures.updates) ? KINDS.count(figures.updates) : null],
     ["staleness, mean", stale && stale.max ? digits(stale.mean) : null],
     ["workers lost", figures.lost_workers ? String(figures.lost_workers) : null],

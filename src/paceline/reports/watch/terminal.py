@@ -53,11 +53,11 @@ class RunHistory:
                 if len(self.losses) >= MAX_LOSSES:
                     self.losses, self._every = self.losses[::2], 2 * self._every
 
-    def new_sentences(self, events: Sequence[dict[str, Any]]) -> list[str]:
-        """Return sentences about events since the last call."""
+    def new_sentences(self, events: Sequence[dict[str, Any]], weights: str) -> list[str]:
+        """Return sentences about events since the last call. `weights` are those scored."""
         begin = next((place for place in range(len(events), 0, -1) if events[place - 1] == self._last_event), 0)
         self._last_event = events[-1] if events else self._last_event
-        return [text for _, text in sentences(events[begin:])]
+        return [text for _, text in sentences(events[begin:], weights)]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -85,10 +85,10 @@ def bar(fraction: float, width: int) -> str:
     return "━" * full + "─" * (width - full)
 
 
-def sentences(events: Sequence[dict[str, Any]], weights: str = "live") -> list[tuple[float, str]]:
+def sentences(events: Sequence[dict[str, Any]], weights: str) -> list[tuple[float, str]]:
     """Return the time and text of each event; several joins in a row become one sentence. `weights` are those scored.
 
-    >>> sentences([{"kind": "worker_joined", "now": 0.0, "worker": worker} for worker in range(3)])
+    >>> sentences([{"kind": "worker_joined", "now": 0.0, "worker": worker} for worker in range(3)], "live")
     [(0.0, '3 workers joined')]
     """
     found: list[tuple[float, str]] = []
@@ -170,7 +170,7 @@ def plain_line(status: RunStatus) -> str:
         parts.append(f"update {status.updates:,}")
     parts += loss_parts(status)
     if status.rate:
-        parts.append(f"{status.rate:,.0f} samples/s")
+        parts.append(f"{status.rate:,.0f} {status.unit}/s")
     return printable(", ".join([*parts, *status.damaged]), MAX_LETTERS)
 
 
@@ -225,7 +225,7 @@ def _print_lines(source: RunSource, stream: TextIO) -> None:
     for run_snapshots, over in _poll(source):
         for status, events in run_snapshots:
             history = histories.setdefault(status.run, RunHistory())
-            for text in history.new_sentences(events):
+            for text in history.new_sentences(events, status.weights):
                 print(printable(f"{status.run}: {text}", MAX_LETTERS), file=stream)
             now, ended = time.monotonic(), status.status not in UNDER_WAY
             if over or now >= due.get(status.run, 0.0):

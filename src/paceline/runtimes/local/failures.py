@@ -18,10 +18,15 @@ from paceline.runs.folder import RunFolder
 MAX_SAID, MAX_TRACEBACK = 200, 20_000  # characters of an exception in one line, and of its traceback
 COMPLAINT = "complaint"  # the kind of notice about a process that ends with an error of ours
 SAME_SECONDS = 0.3  # how long to wait for other workers that fail in the same way
-NO_GROUP = (
-    "; Paceline starts the workers and averages: leave out init_process_group, DistributedDataParallel and sampler"
-)
-_GROUP_SIGNS = "environment variable RANK expected", "process group has not been initialized"
+_NO_GROUP = {
+    "environment variable RANK expected": (
+        "; Paceline starts the workers and averages: leave out init_process_group, DistributedDataParallel and sampler"
+    ),
+    "process group has not been initialized": (
+        "; Paceline makes none: leave this call out; session.worker is the rank, session.num_workers the world size"
+    ),
+}
+"""What the exceptions of a script that needs a process group say, and what to add to them."""
 _OURS = str(Path(__file__).parents[2])
 _FRAME = re.compile(r'^ +File "(.*?)", line (\d+)', re.MULTILINE)
 _LAST_FRAME = re.compile(r'^ +File ".*\n(?: +.*\n)*', re.MULTILINE)
@@ -54,7 +59,7 @@ def describe_exception(error: BaseException) -> RaisedException:
         what = _LAST_FRAME.split(inner)[-1].strip()
         place = _innermost([(name, int(line)) for name, line in _FRAME.findall(inner)]) or place
     text = f"{' '.join(what.split()).removesuffix(':')[:MAX_SAID]}{place}"
-    text += NO_GROUP if any(sign in what for sign in _GROUP_SIGNS) else ""
+    text += next((hint for sign, hint in _NO_GROUP.items() if sign in what), "")
     shown = "".join(traceback.format_exception(type(error), error, begin)) if not isinstance(error, SystemExit) else ""
     return RaisedException(text, (shown if shows_ours else _OUR_FRAME.sub("", shown))[-MAX_TRACEBACK:])
 

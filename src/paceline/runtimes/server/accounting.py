@@ -172,11 +172,13 @@ class TimeAccounting:
             return TimeShares(steps=account.pushes)
         parts = {"waiting": account.waiting, "server": account.server}
         parts[self._way] = parts.get(self._way, 0.0) + max(0.0, report.waited - account.waiting - account.server)
+        if self._way == "waiting":  # a ring has no server: the worker itself makes the update
+            parts["computing"] = report.computing + parts.pop("server")
         step = median(seconds for seconds, _ in report.recent)
         if self._way == "sending":
             latest = zip(reversed(report.recent), reversed(account.held), strict=False)
             parts["send"] = median([max(0.0, waited - held) for (_, waited), held in latest] or [0.0])
-        return TimeShares(report.computing, steps=report.steps, step=step, **parts)
+        return TimeShares(**{"computing": report.computing, **parts}, steps=report.steps, step=step)
 
     def row(self, server: Server, now: float) -> dict[str, Any]:
         """The fields of a `workers` event: columns, one value a worker; sums since this server began.

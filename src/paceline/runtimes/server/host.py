@@ -387,7 +387,7 @@ class Host:
     def _more_rows(self) -> list[dict[str, Any]]:
         """Rows of the result that only some runs have."""
         return [
-            {"deals": self._notes.generation} if self.server.assignments is not None else {},
+            self._notes.rows(),
             self._checkpoints.upkeep(),
             {"chosen_on": self._evaluator.chosen_on(self._goal is not None and self.stop_reason == self._goal.reason)},
             {"best": self._best.found} if self._best is not None else {},

@@ -109,6 +109,12 @@ class EventRecorder:
         self._events.write("worker_lost", now, worker=worker, pushes=pushes, live=self._server.num_live)
         return pushes
 
+    def rows(self) -> dict[str, Any]:
+        """Rows of the result: how often the data was reassigned, and lost workers that have joined again."""
+        deals = {"deals": self.generation} if self._server.assignments is not None else {}
+        returned = sorted(set(self.lost) - self.away)
+        return {**deals, **({"returned_workers": returned} if returned else {})}
+
     def findings(self, found: list[Finding], now: float) -> None:
         """Write what the guard found; of what does not expel, tell only the first of the first few workers.
 
@@ -268,5 +274,7 @@ def own_names(task: Any, config: RunConfig) -> dict[str, Any]:
 
 def run_row(config: RunConfig, updates: int, facts: dict[str, Any]) -> dict[str, Any]:
     """The fields of the event that begins a run, or goes on with it."""
-    own = {name: facts[name] for name in ("model", "dataset", "decided_by_script") if facts.get(name) is not None}
+    own = {
+        name: facts[name] for name in ("model", "dataset", "decided_by_script", "unit") if facts.get(name) is not None
+    }
     return {"workers": config.workers, "strategy": config.strategy, "updates": updates, **own}

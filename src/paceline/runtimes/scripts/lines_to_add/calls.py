@@ -3,58 +3,66 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 
 from paceline.runtimes.scripts.lines_to_add.modules import SourceFile
+from paceline.runtimes.scripts.lines_to_add.process_groups import GroupUse, full_name
 from paceline.runtimes.scripts.lines_to_add.variables import LOOPS, CodeScope, Usage, Variable, last_name, own_nodes
 
-INSTEAD = {
-    "init_process_group": "leave it out",
-    "DistributedDataParallel": "use the model itself",
-    "DistributedSampler": "give the DataLoader shuffle=True",
-    "set_epoch": "leave it out",
-    "destroy_process_group": "leave it out",
-}
-"""Calls that only a process group needs, and what to do instead."""
 SAVES = ("torch.save", "save_file", "save_pretrained", "save_model")
+ONE_WORKER = ("rank", "main", "master")
+"""Words in the name of what tells a worker whether it is the first."""
 WITHOUT_GRADIENTS = ("no_grad", "inference_mode", "eval")
 Found = tuple[SourceFile, int, str]
 """A call: its file, its line, and what to do about it."""
 
 
-def notes_about_calls(usage: Usage, files: list[SourceFile], models: list[Variable], session: str) -> list[str]:
-    """One line for each call to change. `models` are those that the script trains."""
-    saves = [
-        (file, line, f"{name}(...): only if {session}.is_main, because every worker runs this line")
-        for file in files
-        for name, line in _calls(file.tree)
-        if name in SAVES
-    ]
-    found = [*_of_groups(files), *saves, *_evaluations(usage, models, session)]
+def notes_about_calls(
+    usage: Usage, files: list[SourceFile], models: list[Variable], session: str, uses: list[GroupUse]
+) -> list[str]:
+    """One line for each call to change. `models` are those that the script trains, `uses` what needs a group."""
+    found = [*_of_groups(uses), *_saves(usage, session), *_evaluations(usage, models, session)]
     found.sort(key=lambda one: (files.index(one[0]), one[1]))
     return [
         f"{file.path.name if file is not files[0] else ''} line {line}: {what}".strip() for file, line, what in found
     ]
 
 
-def _of_groups(files: list[SourceFile]) -> list[Found]:
-    """The calls of a process group; none if no file has one but `set_epoch`."""
-    found = [(file, name, line) for file in files for name, line in _calls(file.tree) if name in INSTEAD]
-    if all(name == "set_epoch" for _, name, _ in found):
-        return []
-    return [(file, line, f"{name}(...): {INSTEAD[name]}") for file, name, line in found]
+def _of_groups(uses: list[GroupUse]) -> list[Found]:
+    return [(use.scope.file, use.node.lineno, use.what) for use in uses]
 
 
-def _calls(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """All calls of a file, by their own names, not those of an import, and their lines; `torch.save` by both words."""
-    imported = [(node, one) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for one in node.names]
-    names = {one.asname or one.name: (node.module, one.name) for node, one in imported}
-    for call in ast.walk(tree):
-        if isinstance(call, ast.Call):
-            module, name = names.get(last_name(call.func), (None, last_name(call.func)))
-            if name == "save":
-                name = f"torch.{name}" if module == "torch" else ast.unparse(call.func)
-            yield name, call.lineno
+def _saves(usage: Usage, session: str) -> list[Found]:
+    """The calls that save a file in every worker: neither they nor all that run their function ask for one worker."""
+    once = {call for scope in usage.scopes for call in _of_one_worker(scope)}
+    saves, runs = [], defaultdict(list)
+    for scope in usage.scopes:
+        for call in own_nodes(scope.node):
+            if isinstance(call, ast.Call):
+                runs[usage.callee(scope, call.func)].append(call)
+                if (name := _saving(scope.file, call)) is not None and call not in once:
+                    saves.append((scope, call.lineno, name))
+    return [
+        (scope.file, line, f"{name}(...): only if {session}.is_main, because every worker runs this line")
+        for scope, line, name in saves
+        if not runs[scope] or not once.issuperset(runs[scope])
+    ]
+
+
+def _of_one_worker(scope: CodeScope) -> Iterator[ast.AST]:
+    """The code below an `if` that asks for a rank or a main process."""
+    for node in own_nodes(scope.node):
+        if isinstance(node, ast.If):
+            asked = [last_name(one) for one in ast.walk(node.test) if isinstance(one, (ast.Name, ast.Attribute))]
+            if any(word in name.lower() for name in asked for word in ONE_WORKER):
+                yield from (one for statement in node.body for one in own_nodes(statement))
+
+
+def _saving(file: SourceFile, call: ast.Call) -> str | None:
+    """The name of a function that saves a file; `torch.save` by both words."""
+    name = full_name(file, call.func)
+    return next((one for one in SAVES if name == one or name.endswith(f".{one}")), None)
 
 
 def _evaluations(usage: Usage, models: list[Variable], session: str) -> list[Found]:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import ast
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import UserError
 from paceline.runtimes.scripts.lines_to_add.calls import notes_about_calls
 from paceline.runtimes.scripts.lines_to_add.modules import SourceFile, imports_paceline, read_script, with_helpers
-from paceline.runtimes.scripts.lines_to_add.places import Place, Places, find_places, import_line, measured_before
+from paceline.runtimes.scripts.lines_to_add.places import (
+    Place,
+    Places,
+    find_places,
+    import_line,
+    measured_before,
+    place_before,
+)
+from paceline.runtimes.scripts.lines_to_add.process_groups import GroupUse, uses_of_groups
 from paceline.runtimes.scripts.lines_to_add.roles import (
     MAX_SPLITS,
     Roles,
@@ -59,14 +68,18 @@ def advice(script: SourceFile, files: list[SourceFile]) -> str:
             "  create optimizer = torch.optim.SGD(model.parameters(), lr=...) before the loop and call\n"
             f"  optimizer.step() instead of line {by_hand}; then run it again, to see which lines to add\n{SEE}"
         )
-    lines, notes = lines_for(usage, roles)
+    session = _session_name(_file(usage, roles))
+    models = roles.models if roles is not None else []
+    uses = uses_of_groups(usage, models, session)
+    lines, notes = lines_for(usage, roles, uses)
     if by_hand is not None:
         notes.append(f"line {by_hand} changes weights by hand, which Paceline does not see: train with the optimizer")
     if (clamped := weights_clamped(usage)) is not None:
         what = f"line {clamped} clamps weights by hand, which the server does not see"
         notes.append(f"{what}: clamp them in the step() of an optimizer class of your own")
-    session = _session_name(_file(usage, roles))
-    notes += notes_about_calls(usage, files, roles.models if roles is not None else [], session)
+    if uses:
+        notes.append(f"to average gradients as DDP does: paceline run --strategy sync {name}")
+    notes += notes_about_calls(usage, files, models, session, uses)
     width = max(len(line.place) for line in lines)
     table = [f"  {line.place:<{width}} + {line.code}" for line in lines]
     where = "" if (file := _file(usage, roles)) is script else f" to {os.path.relpath(file.path, script.path.parent)}"
@@ -74,13 +87,13 @@ def advice(script: SourceFile, files: list[SourceFile]) -> str:
     return "\n".join([first, *table, *notes, SEE])
 
 
-def lines_for(usage: Usage, roles: Roles | None) -> tuple[list[AddedLine], list[str]]:
-    """The lines to add, in the order of the script, and notes about what was not found."""
+def lines_for(usage: Usage, roles: Roles | None, uses: Sequence[GroupUse] = ()) -> tuple[list[AddedLine], list[str]]:
+    """The lines to add, in the order of the script, and notes about what was not found. `uses` need a process group."""
     file = _file(usage, roles)
     first = AddedLine(import_line(file.tree), "import paceline")
     places = find_places(usage, roles) if roles is not None else None
     if roles is not None and places is not None:
-        lines = sorted([first, *_placed(usage, roles, places)], key=_line_number)
+        lines = sorted([first, *_placed(usage, roles, places, uses)], key=_line_number)
         if _compiles(file.text, lines):
             return lines, _notes(usage, roles, places)
     names = _names(roles)
@@ -112,6 +125,10 @@ def apply_lines(text: str, lines: list[AddedLine]) -> str:
     return "".join(source)
 
 
+def _line_of(place: Place) -> int:
+    return place.line
+
+
 def _line_number(line: AddedLine) -> int:
     assert isinstance(line.after, int)
     return line.after
@@ -125,22 +142,30 @@ def _compiles(text: str, lines: list[AddedLine]) -> bool:
     return True
 
 
-def _placed(usage: Usage, roles: Roles, places: Places) -> list[AddedLine]:
+def _placed(usage: Usage, roles: Roles, places: Places, uses: Sequence[GroupUse]) -> list[AddedLine]:
     session, names = _session_name(roles.scope.file), _names(roles)
-    lines, joined = [], places.join
+    lines, joined = [], _join_place(roles, places, uses)
     for variable in roles.in_order[:MAX_SPLITS]:
         place = places.join
         made = [one.statement for one in usage.creations[variable] if one.scope is roles.scope]
         last = max(made, key=lambda one: one.lineno)
         if measured_before(usage, variable, place.line) and last.col_offset <= place.indent:
             place = Place(last.end_lineno or last.lineno, last.col_offset)
-            joined = min(joined, place, key=lambda one: one.line)
+            joined = min(joined, place, key=_line_of)
         lines.append((place, f"{shown(variable)} = {session}.split({shown(variable)})"))
     lines = [(joined, f"{session} = paceline.join()"), *lines]
     lines.append((places.prepare, f"{names} = {session}.prepare({names})"))
     if places.finish is not None:
         lines.append((places.finish, f"{session}.finish()"))
     return [AddedLine(place.line, " " * place.indent + code) for place, code in lines]
+
+
+def _join_place(roles: Roles, places: Places, uses: Sequence[GroupUse]) -> Place:
+    """Where the session begins: before whatever asks for a rank; below the imports if another function does."""
+    asking = [one for one in uses if one.asks and one.scope.file is roles.scope.file]
+    if any(one.scope is not roles.scope for one in asking):
+        return Place(import_line(roles.scope.file.tree), 0)
+    return min([places.join, *(place_before(roles.scope, one.node.lineno) for one in asking)], key=_line_of)
 
 
 def _names(roles: Roles | None) -> str:

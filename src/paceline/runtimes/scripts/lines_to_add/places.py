@@ -71,6 +71,12 @@ def find_places(usage: Usage, roles: Roles) -> Places | None:
     return Places(join, prepare, _finish(last))
 
 
+def place_before(scope: CodeScope, line: int) -> Place:
+    """The place before the statement of a scope that holds a line."""
+    statement = next(one for one in _body(scope) if (one.end_lineno or one.lineno) >= line)
+    return Place(_first_line(statement) - 1, statement.col_offset)
+
+
 def _body(scope: CodeScope) -> list[ast.stmt]:
     return scope.node.body
 

@@ -109,6 +109,7 @@ class LoopRequests(LoopService):
         self._left: dict[int, int] = {}  # the update at which workers left their loops, until that is said
         self._host, self._connected, self._awaits_worker = host, connected, awaits_worker
         self._statistics = FinalStatistics(host.server, model)
+        self._ended_first: int | None = None  # the worker whose loop ended first, if training needs all
         self._ending: dict[int, ScriptPeer] = {}  # workers that wait for the final weights
         self._at_end: set[int] = set()  # workers that have them
         self._has_statistics = not model.state_layout.parameters  # whether those of the final weights are known
@@ -128,6 +129,9 @@ class LoopRequests(LoopService):
             raise ProtocolError(f"worker {push.worker} said that its loop is at {places.tolist()}")
         if self._first_pushes is not None:
             self._first_pushes.check(push, server.updater)
+        if self._ended_first is not None and not self._host.server.finished:
+            self._end_for_all()
+            self.settle()
         if self._left:
             self._say_who_left()
 
@@ -167,12 +171,18 @@ class LoopRequests(LoopService):
         if member.live and not member.inactive and not server.finished:
             self._stop_reason = LOOPS_ENDED
             if strategy_of(self._host.config).needs_all:
-                self._host.stop(f"{ONE_ENDED} (worker {peer.worker}), and {self._host.config.strategy} needs all")
+                self._ended_first = peer.worker if self._ended_first is None else self._ended_first
+                if any(one.held for one in server.by_optimizer):
+                    self._end_for_all()
             else:
                 self._left[peer.worker] = server.version
                 self._host.handle(Leave(peer.worker, peer.incarnation, done=True))
         self._ending[peer.worker] = peer
         self.settle()
+
+    def _end_for_all(self) -> None:
+        """End a run that needs all workers: one has ended its loop, and another has work left."""
+        self._host.stop(f"{ONE_ENDED} (worker {self._ended_first}), and {self._host.config.strategy} needs all")
 
     def forget(self, peer: ScriptPeer) -> None:
         """A worker is gone: the others do not wait for it."""
@@ -183,8 +193,7 @@ class LoopRequests(LoopService):
         """Answer the workers that wait for the end, if it has come."""
         connected, host = self._connected, self._host
         if self._ending and connected.keys() <= self._ending.keys() and not self._awaits_worker():
-            lost = f"; {len(set(host.lost))} of {host.server.num_workers} workers were lost" if host.lost else ""
-            host.stop(f"{self._stop_reason}{lost}" if self._stop_reason == LOOPS_ENDED else self._stop_reason)
+            host.stop(self._stop_reason)
         while host.server.finished and self._ending:
             worker = min(self._ending)
             host.handle(ReadWeights(worker, final=True))

@@ -185,6 +185,7 @@ def host_of_loops(
     now = rebuilt.now if rebuilt is not None else 0.0
     told = checked(first.facts, {"names": LOOP_FACTS["names"]})["names"]
     told |= {"decided_by_script": decided_by_script(resolved, first.facts)}
+    told |= {"unit": "pushes"} if not first.facts["loaders"] else {}  # a loop that draws its own batches
     host = Host(server, model, None, resolved, folder, report, runtime, now, {**facts, **told})
     host.verify_with(None, "only your own loop computes its pushes")
     if rebuilt is not None:

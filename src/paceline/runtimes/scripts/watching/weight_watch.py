@@ -121,7 +121,8 @@ class WeightWatch:
 
 def _refuse(what: str, is_frozen: bool = False) -> None:
     why = "the server holds the weights, and only gradients reach it"
-    instead = "let an optimizer step them (torch.optim.SGD for a step by hand), and use no max_norm or clamping"
+    steps = "let an optimizer step them (torch.optim.SGD for a step by hand), use no max_norm or clamping"
+    instead = f"{steps}, and load saved weights after session.finish()"
     if is_frozen:  # the average of a teacher, say
         instead = "it needs no gradient, so leave it out of the optimizer: [p for p in ... if p.requires_grad]"
     raise UserError(f"{what} was changed or moved between two steps: {why}; {instead}")
