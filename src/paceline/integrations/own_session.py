@@ -16,6 +16,7 @@ def join_run(strategy: str | None, caller: str) -> session.Session:
     """Join the run as `paceline.join()` does. Raise UserError if it has another strategy than the one named in code."""
     named = strategy_of(strategy).text if strategy is not None else None
     joined = session.join()
+    joined.is_of_library = True
     if named is not None and in_run() and named != strategy_of(joined.config).text:
         what = f"{caller} names the strategy {named}, and the run's strategy is {joined.config.strategy}"
         raise UserError(f"{what}: start it with 'paceline run --strategy {named}', or leave the name out of the code")

@@ -52,6 +52,13 @@ def test_one_line_names_the_exception_and_its_place(script: str, text: str, tmp_
     assert describe_exception(raised_by(tmp_path / "train.py", script)).text.endswith(text)
 
 
+def test_one_line_has_the_notes_of_an_exception(tmp_path: Path) -> None:
+    script = "error = ZeroDivisionError('by 0')\nerror.add_note('there was no batch')\nraise error\n"
+    text, shown = describe_exception(raised_by(tmp_path / "train.py", script))
+    assert text == "ZeroDivisionError: by 0 (train.py, line 3); there was no batch"
+    assert shown.endswith("ZeroDivisionError: by 0\nthere was no batch\n")
+
+
 def test_a_script_that_asks_for_a_process_group_is_told_to_leave_it_out(tmp_path: Path) -> None:
     script = "import torch.distributed as dist\n\ndist.init_process_group('gloo')\n"
     text = describe_exception(raised_by(tmp_path / "train.py", script)).text

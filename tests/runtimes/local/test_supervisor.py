@@ -148,6 +148,37 @@ def test_a_script_that_has_not_come_to_its_training_has_nothing_to_save(benches:
     assert bench.orders() == [("stop", -1, -1)] and not bench.rows
 
 
+def test_an_exception_after_an_interrupt_is_mentioned_and_no_failure(benches: list[Bench], tmp_path: Path) -> None:
+    bench = make(benches, tmp_path, 0)
+    with bench.supervisor._signals():
+        signal.raise_signal(signal.SIGINT)
+    for pid in (21, 20):
+        bench.hear({"kind": "raised", "pid": pid, "text": "ValueError: no (a.py, line 1)", "traceback": "..."})
+    assert bench.orders() == [("stop", -1, -1)], "of the interrupt"
+    assert bench.end(21, EXITED) == [] and bench.notes() == [] and not bench.supervisor._failures
+    bench.supervisor._failures.end(RunFolder(tmp_path), bench.rows.append)
+    (line,) = bench.notes()
+    what = "worker 1 of 2: ValueError: no (a.py, line 1); and 1 other worker: the same"
+    assert line == f"{what}: the run had been told to stop, and is saved"
+
+
+def test_an_exception_before_an_interrupt_stays_the_failure(benches: list[Bench], tmp_path: Path) -> None:
+    bench = make(benches, tmp_path, 0)
+    bench.hear({"kind": "raised", "pid": 21, "text": "ValueError: no (a.py, line 1)", "traceback": "..."})
+    with bench.supervisor._signals():
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(RunFailed, match=r"worker 1 of 2: ValueError: no"):
+        bench.supervisor._failures.end(RunFolder(tmp_path), bench.rows.append)
+
+
+def test_an_exception_in_the_server_is_a_failure_after_an_interrupt_too(benches: list[Bench], tmp_path: Path) -> None:
+    bench = make(benches, tmp_path, 0)
+    with bench.supervisor._signals():
+        signal.raise_signal(signal.SIGINT)
+    bench.hear({"kind": "raised", "pid": 10, "text": "OSError: no", "traceback": "..."})
+    assert bench.supervisor._failures.line == "the server: OSError: no"
+
+
 MISTAKE = {"kind": "complaint", "is_mistake": True, "code": 2, "text": "use no clamping"}
 
 

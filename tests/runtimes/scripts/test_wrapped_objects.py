@@ -110,7 +110,7 @@ class EmptyReader:
 
 def test_a_library_that_loops_by_next_finds_a_finished_pass_empty() -> None:
     reader: Any = EmptyReader()
-    batches = FinishedPass(reader, 0, WorkerLoaderParts())  # type: ignore[arg-type]
+    batches = FinishedPass(reader, 0, WorkerLoaderParts(), lambda: None)  # type: ignore[arg-type]
     library = {"__name__": "accelerate.data_loader", "batches": batches}
     code = "try:\n    found = [next(batches)]\nexcept StopIteration:\n    found = []\n"
     exec(code, library)

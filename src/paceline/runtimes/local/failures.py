@@ -15,7 +15,7 @@ from paceline.errors import PacelineError, RunFailed, ServerLost, UserError
 from paceline.interfaces import Report
 from paceline.runs.folder import RunFolder
 
-MAX_SAID, MAX_TRACEBACK = 200, 20_000  # characters of an exception in one line, and of its traceback
+MAX_SAID, MAX_NOTES, MAX_TRACEBACK = 200, 400, 20_000  # characters of an exception in one line, and its traceback
 COMPLAINT = "complaint"  # the kind of notice about a process that ends with an error of ours
 SAME_SECONDS = 0.3  # how long to wait for other workers that fail in the same way
 _NO_GROUP = {
@@ -59,6 +59,7 @@ def describe_exception(error: BaseException) -> RaisedException:
         what = _LAST_FRAME.split(inner)[-1].strip()
         place = _innermost([(name, int(line)) for name, line in _FRAME.findall(inner)]) or place
     text = f"{' '.join(what.split()).removesuffix(':')[:MAX_SAID]}{place}"
+    text += "".join(f"; {note}" for note in getattr(error, "__notes__", ()))[:MAX_NOTES]
     text += next((hint for sign, hint in _NO_GROUP.items() if sign in what), "")
     shown = "".join(traceback.format_exception(type(error), error, begin)) if not isinstance(error, SystemExit) else ""
     return RaisedException(text, (shown if shows_ours else _OUR_FRAME.sub("", shown))[-MAX_TRACEBACK:])
@@ -90,6 +91,7 @@ class WorkerFailures:
 
     def __init__(self) -> None:
         self._found: dict[str, dict[str, Any]] = {}
+        self._late: WorkerFailures | None = None  # those since the run was told to stop
         self._deadline = 0.0
         self.is_told = False
 
@@ -100,6 +102,20 @@ class WorkerFailures:
         """Take the notice of a process that raised an exception or a UserError."""
         self._deadline = self._deadline or time.monotonic() + SAME_SECONDS
         self._found.setdefault(name, notice)
+
+    def stop_by_user(self) -> None:
+        """The user has told the run to stop: what fails from now on is mentioned at its end, and no failure of it."""
+        if not self._found and self._late is None:
+            self._late = WorkerFailures()
+
+    def is_late(self, notice: dict[str, Any] | None) -> bool:
+        """Whether there is a notice, and it came after the user told the run to stop."""
+        return self._late is not None and notice is not None
+
+    def add_late(self, name: str, notice: dict[str, Any]) -> None:
+        """Take the notice of a worker that came after that."""
+        assert self._late is not None
+        self._late.add(name, notice)
 
     @property
     def seconds_left(self) -> float | None:
@@ -130,6 +146,15 @@ class WorkerFailures:
         different = [f"{name}: {one['text']}" for name, one in others if one["text"] != first["text"]]
         for line in [*first["traceback"].rstrip().splitlines(), *different]:
             report({"kind": "output", "stream": "stderr", "text": line})
+
+    def end(self, folder: RunFolder, report: Report) -> None:
+        """At the end of the run: raise its error if there was a failure, else mention those that came after a stop."""
+        if self._found:
+            if not self.is_told:
+                self.tell(report)
+            raise self.error(folder)
+        if self._late:
+            report({"kind": "note", "text": f"{self._late.line}: the run had been told to stop, and is saved"})
 
     def error(self, folder: RunFolder) -> PacelineError:
         """The error that ends the run, which says what the user can do."""

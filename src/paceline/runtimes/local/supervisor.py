@@ -150,10 +150,7 @@ class Supervisor:
             self._server_is_silent = True
             while self._running and time.monotonic() < deadline:
                 self._wait(0.2)
-        if self._failures:
-            if not self._failures.is_told:
-                self._failures.tell(self._report)
-            raise self._failures.error(self._folder)
+        self._failures.end(self._folder, self._report)
 
     def _wait(self, seconds: float | None) -> None:
         """Wait for what other processes say, at most so long, and take it."""
@@ -178,6 +175,8 @@ class Supervisor:
                 self._report({"kind": "output", "stream": "stderr", "text": notice["traceback"].rstrip()})
             return
         where = f"worker {worker} of {self._config.workers or 1}" if worker is not None else "the server"
+        if name in self._numbers and self._failures.is_late(notice):
+            return self._failures.add_late(where, notice)
         if not self._failures:
             what = RAISED if notice["kind"] != COMPLAINT else ""
             self._order({"kind": "stop", "reason": f"{what}{where}: {notice['text']}"})
@@ -310,7 +309,7 @@ class Supervisor:
             return
         if self._config.restart_workers and worker is not None and "to come back" not in by_table:
             self._order({"kind": "gone", "worker": worker, "incarnation": self._incarnations[worker]})
-        if status and not self._finished:
+        if status and not (self._finished or self._failures.is_late(raised)):
             left = sum(self._names[pid] != "server" for pid in self._running) + self._processes.first_worker
             goes_on = f"the run goes on with {left}" if left else "no worker is left"
             self._report({"kind": "note", "text": f"{name} was lost ({how}): {goes_on}"})
@@ -332,6 +331,7 @@ class Supervisor:
             heard.add(number)
             reason = INTERRUPTED if number == signal.SIGINT else TERMINATED
             self._is_over = True
+            self._failures.stop_by_user()
             if self._folder.has_log or not is_script(self._config):  # else there is nothing to save
                 self._report({"kind": "stopping", "reason": reason})
             self._order({"kind": "stop", "reason": reason})

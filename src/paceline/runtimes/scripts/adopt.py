@@ -182,6 +182,13 @@ def require_numbers(epochs: Any, **counts: Any) -> None:
             raise UserError(f"session.prepare(..., {name}={value!r}): give a positive {what}")
 
 
+def require_figures(figures: Mapping[str, Any]) -> None:
+    """Raise UserError if what a script reports is no number."""
+    for name, value in figures.items():
+        if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.numel() == 1):
+            raise UserError(f"session.report({name}={value!r}): give a number, or a tensor of one element")
+
+
 Place: TypeAlias = tuple[tuple[int, int], ...]
 """The pass of each loader, and how many of its batches were handed out."""
 

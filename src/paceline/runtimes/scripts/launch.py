@@ -95,6 +95,5 @@ def script_to_resume(folder: RunFolder, config: RunConfig, note: Callable[[str],
     call = ScriptCall.load(folder)
     if call.changed:
         note(f"{call.path} has changed since the run began: it goes on with the script as it is now")
-    what = "it writes again what it writes before and between the passes that are finished"
-    note(f"{call.path.name} starts again from its top, in {call.cwd}: {what}")
+    note(f"{call.path.name} starts again from its top, in {call.cwd}: it writes again what it writes before its loop")
     return call

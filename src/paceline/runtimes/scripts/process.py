@@ -76,8 +76,12 @@ def _run(script: str) -> None:
         if not stop.code:
             _finish()
         raise
-    except (StopIteration, RuntimeError) as error:
+    except PacelineError:
+        raise
+    except Exception as error:
         is_missing = isinstance(error, StopIteration) or isinstance(error.__cause__, StopIteration)  # in a generator
-        if is_missing and session.joined is not None:
-            session.joined.explain_missing_batch()
+        if session.joined is not None:
+            if is_missing:
+                session.joined.explain_missing_batch()
+            session.joined.explain(error)
         raise

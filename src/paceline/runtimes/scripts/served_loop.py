@@ -202,7 +202,7 @@ class ServedLoop:
     @property
     def ignores_loaders(self) -> bool:
         """Whether the script has loaders of `prepare`, and its loop has asked none of them for a batch."""
-        return bool(self._loaders) and not any(loader.is_used for loader in self._loaders)
+        return bool(self._loaders) and not any(loader.has_given for loader in self._loaders)
 
     @property
     def has_stepped(self) -> bool:

@@ -8,20 +8,20 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from paceline.assembly.task import seed_generators
 from paceline.config import SCRIPT, RunConfig, given
 from paceline.errors import UserError
 from paceline.models.dropout import AddressedDropout
-from paceline.randomness import mix64
 from paceline.runtimes.scripts import adopt
 from paceline.runtimes.scripts.loading.divisions import Divisions, part_of, require_one_loader
+from paceline.runtimes.scripts.loading.epochs import Epochs
+from paceline.runtimes.scripts.loading.facts import told
+from paceline.runtimes.scripts.loading.generators import StepSeeds
 from paceline.runtimes.scripts.loading.loader import WorkerLoader, share
 from paceline.runtimes.scripts.local_loop import LocalLoop
 from paceline.runtimes.scripts.optimizer import settings_of
@@ -34,7 +34,7 @@ from paceline.settings.resolve import resolve_own_loop
 from paceline.settings.strategies import CLASSIC, strategy_of
 from paceline.system.subnormals import flush_subnormals
 
-_STEP, _GENERATOR = 0x57E9, 0x6E4A7  # purposes of random keys
+OVER = "training is over, so loops over the loader have no batch: `for epoch in session.epochs(N)` ends with it"
 MOST_EMPTY_PASSES = 1000
 """Passes without a batch after the end of training, as of a loop over epochs, before a loop counts as endless."""
 
@@ -59,6 +59,8 @@ class Session:
         self._divisions = Divisions(env.config, env.worker)
         self.finished = False
         self._env, self._is_plain = env, is_plain
+        self.is_of_library = False  # whether a library's loop drives it, which has no use for `epochs`
+        self._loaders: list[Any] = []  # that `prepare` returned
         self._handed: adopt.UserObjects | None = None
         self._loop: ServedLoop | None = None
         self._has_length = False  # whether `prepare` was told when training ends
@@ -68,8 +70,7 @@ class Session:
         self._is_asked_for_steps = False  # whether the script reads `iteration`
         self._evaluates = self._is_final = False  # whether the model holds the weights that are evaluated, or saved
         self._loss: float | None = None  # of the step; None: the script did not tell it
-        self._generators: list[torch.Generator] = []
-        self._dropouts: list[AddressedDropout] = []
+        self._seeds = StepSeeds(env.config.seed, env.worker)
 
     def __enter__(self) -> Session:
         return self
@@ -126,10 +127,11 @@ class Session:
         adopt.require_numbers(epochs, steps=steps, batch_size=batch_size)
         handed = self._handed = adopt.sort_out(things)
         self._has_length = steps is not None or epochs is not None
-        self._dropouts = [part for part in handed.container.modules() if isinstance(part, AddressedDropout)]
+        self._seeds.dropouts = [part for part in handed.container.modules() if isinstance(part, AddressedDropout)]
         back = self._prepare_plain(handed, batch_size, epochs, steps)
         if back is None:
             back = self._prepare_served(handed, batch_size, epochs, steps)
+        self._loaders = back
         if any(map(adopt.is_of_accelerate, things)):
             adopt.number_process(self.worker)
         returned = adopt.returned(things, handed.data, iter(back))
@@ -157,7 +159,7 @@ class Session:
 
     def _count_step(self) -> None:
         self._iteration += 1
-        self._seed_generators()
+        self._seeds.seed_generators(self._made)
         if self._steps_left is not None:
             if self.finished:
                 self._end_script()
@@ -184,22 +186,27 @@ class Session:
         known = loaders[0].facts if loaders else None
         is_bare = bool(loaders) and not isinstance(handed.data[0], DataLoader)
         self.config = dataclasses.replace(self.config, batch_size=known.batch_size if known is not None else 1)
-        facts = {
-            "num_samples": known.epoch_samples if known is not None else None,
-            "order": known.order if known is not None else None,
-            "skew": known.skew if known is not None else 0.0,
-            "batch_size": self.config.batch_size,
-            "settings": settings,
-            "names": handed.names(),
-            "steps": steps,
-            "epochs": self.config.epochs if epochs or "epochs" in env.typed or (is_bare and not steps) else None,
-        }
+        in_epochs = bool(epochs) or "epochs" in env.typed or (is_bare and not steps)
+        length = {"steps": steps, "epochs": self.config.epochs if in_epochs else None}
+        facts = {**told(known), "settings": settings, "names": handed.names(), **length}
         loop = self._loop = (LocalLoop if is_local else ServedLoop)(env, self.config, handed, loaders, self._divisions)
         self._samples = StepSamples(max(1, len(handed.optimizers)))
         self.finished = loop.join(facts, self._step_of_optimizer).finished
-        self._seed_step()
+        self._seeds.begin_step(self._made)
+        if self.is_main and not self.is_of_library:
+            loop.places.tell_empty_passes()
         loop.bound.record_inputs(True)
         return loaders
+
+    def epochs(self, num: int) -> Epochs:
+        """Return the epochs of `num` that this worker has left: `for epoch in session.epochs(12)`.
+
+        Alone it is `range(num)`. In a resumed run, or a worker that starts again, it begins with the first pass over
+        the prepared loader that is not finished. It ends when training is over. Each epoch makes one pass.
+        """
+        self._require_prepared("epochs")
+        has_schedules = self._handed is not None and bool(self._handed.schedulers)
+        return Epochs(num, self._loaders, lambda: self.finished, with_end=not has_schedules)
 
     def split(self, data: Any) -> Any:
         """Return this worker's part of `data`, a run of neighbours along its first axis: tensors, arrays, lists.
@@ -210,27 +217,11 @@ class Session:
 
     def rng(self) -> torch.Generator:
         """Return a generator that is seeded before every step by the run's seed, this worker and the step."""
-        self._generators.append(torch.Generator())
-        self._seed_generators()
-        return self._generators[-1]
-
-    def _seed_generators(self) -> None:
-        for number, generator in enumerate(self._generators):
-            generator.manual_seed(mix64(self.config.seed, self.worker, self._made, number, _GENERATOR))
-
-    def _seed_step(self) -> None:
-        """Seed all randomness of the next step by the run's seed, this worker and the step."""
-        self._seed(mix64(self.config.seed, self.worker, self._made, _STEP))
-        self._seed_generators()
-
-    def _seed(self, key: int) -> None:
-        seed_generators(key)
-        for module in self._dropouts:
-            module.key = key
+        return self._seeds.new_generator(self._made)
 
     def begin_batch(self, key: int) -> None:
         """Seed all randomness by the key of a batch."""
-        self._seed(key)
+        self._seeds.seed(key)
 
     def begin_empty_pass(self) -> None:
         """Count a pass that begins after the end of training; end a loop that asks for batches without end."""
@@ -246,6 +237,12 @@ class Session:
             what = f"worker {self.worker} goes on in a later pass, and next(...) found no batch in a finished one"
             print(f"{what}: draw batches in a loop 'for batch in loader', which runs through these", file=sys.stderr)
             raise SystemExit(1)
+
+    def explain(self, error: Exception) -> None:
+        """Add to an exception of the script why its loops have had no batch, if that is so."""
+        why = self._loop.places.why_empty() if self._loop is not None else None
+        if (why or self._empty_passes) and not self._is_final:
+            error.add_note(why or OVER)
 
     def backward(self, loss: Tensor) -> None:
         """Call `loss.backward()`, and show the loss in the run's progress."""
@@ -301,7 +298,7 @@ class Session:
         reply = loop.push(number, samples, self._loss, weight, *scaling)
         self._loss, self.finished = None, reply.finished
         if not number:
-            self._seed_step()
+            self._seeds.begin_step(self._made)
 
     def _end_script(self) -> None:
         """End a loop that goes on after the training is over; a loop over a loader ends by itself."""
@@ -358,6 +355,8 @@ class Session:
                 what = "the loop ended and no step has reached the server"
                 instead = "give session.prepare(...) the optimizer whose step() the loop calls"
                 raise UserError(f"{what}: weights changed by hand are not seen; {instead}, or call session.step(loss)")
+            if not self.finished:
+                loop.places.require_new_pass()
             states = [one.optimizer.state_dict() for one in loop.optimizers] if with_optimizers else []
             loop.finish()
             for one, state in zip(loop.optimizers, states, strict=False):
@@ -373,9 +372,7 @@ class Session:
 
     def report(self, **figures: float | Tensor) -> None:
         """Record metrics you measured (an accuracy, say) in the run's result. `--target` can refer to them."""
-        for name, value in figures.items():
-            if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.numel() == 1):
-                raise UserError(f"session.report({name}={value!r}): give a number, or a tensor of one element")
+        adopt.require_figures(figures)
         self._env.transport.report({name: float(x.item() if hasattr(x, "item") else x) for name, x in figures.items()})
 
 

@@ -158,6 +158,11 @@ class DrawnOrder:
         while not self._batches.is_stateless and not draws.ended and drawn < MAX_SKIPPED:
             drawn += sum(map(len, draws.draw()))
 
+    @property
+    def is_stateless(self) -> bool:
+        """Whether a pass can be drawn again."""
+        return self._batches.is_stateless
+
     def num_batches(self) -> int:
         """Return the number of batches in a pass of this worker. Raise TypeError if it is unknown."""
         total = self._batches.num_batches

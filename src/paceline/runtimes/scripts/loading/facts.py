@@ -44,6 +44,13 @@ class DataFacts:
     note: str | None = None  # what the user should know about how the data is shared
 
 
+def told(known: DataFacts | None) -> dict[str, Any]:
+    """Return what a loop's first message says of its data; None: it draws its own."""
+    known = known if known is not None else DataFacts(batch_size=1, epoch_samples=None, batches=None)
+    facts = {name: getattr(known, name) for name in ("order", "skew", "batch_size")}
+    return {**facts, "num_samples": known.epoch_samples}
+
+
 class PassReader(Protocol):
     """One worker's batches, pass by pass. Each begins with the session before it is handed out."""
 
@@ -53,6 +60,8 @@ class PassReader(Protocol):
     def read(self, number: int, start: int) -> Iterator[Any]: ...
 
     def skip(self, number: int) -> None: ...
+
+    def is_over(self, number: int, start: int) -> bool: ...
 
     def num_batches(self) -> int: ...
 

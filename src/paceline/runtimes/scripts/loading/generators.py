@@ -1,4 +1,4 @@
-"""Random generators of a sampler or stream: seeded by what it draws, without touching those of the user's loop."""
+"""Random generators: those of the user's loop, and of a sampler or stream, which draws without touching the former."""
 
 from __future__ import annotations
 
@@ -9,6 +9,43 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from paceline.assembly.task import seed_generators
+from paceline.models.dropout import AddressedDropout
+from paceline.randomness import mix64
+
+_STEP, _GENERATOR = 0x57E9, 0x6E4A7  # purposes of random keys
+
+
+class StepSeeds:
+    """The randomness of one worker's loop: of each step and batch, and of the generators that it asked for."""
+
+    def __init__(self, seed: int, worker: int) -> None:
+        self._seed, self._worker = seed, worker
+        self._generators: list[torch.Generator] = []
+        self.dropouts: list[AddressedDropout] = []
+
+    def new_generator(self, step: int) -> torch.Generator:
+        """Return a generator that is seeded before every step."""
+        self._generators.append(torch.Generator())
+        self.seed_generators(step)
+        return self._generators[-1]
+
+    def seed_generators(self, step: int) -> None:
+        """Seed the generators that the loop asked for by a step."""
+        for number, generator in enumerate(self._generators):
+            generator.manual_seed(mix64(self._seed, self._worker, step, number, _GENERATOR))
+
+    def begin_step(self, step: int) -> None:
+        """Seed all randomness by a step."""
+        self.seed(mix64(self._seed, self._worker, step, _STEP))
+        self.seed_generators(step)
+
+    def seed(self, key: int) -> None:
+        """Seed all randomness but the loop's own generators by a key."""
+        seed_generators(key)
+        for module in self.dropouts:
+            module.key = key
 
 
 class DrawingState:

@@ -27,6 +27,9 @@ class Order(Protocol):
 
     def batches(self, number: int, start: int) -> Iterator[Any]: ...
 
+    @property
+    def is_stateless(self) -> bool: ...
+
     def skip(self, number: int) -> None: ...
 
     def num_batches(self) -> int: ...
@@ -161,6 +164,10 @@ class IndexedReader:
     def skip(self, number: int) -> None:
         """Pass over pass `number`."""
         self._order.skip(number)
+
+    def is_over(self, number: int, start: int) -> bool:
+        """Whether pass `number` has no batch from `start` on; a sampler with a state of its own is not asked."""
+        return self._order.is_stateless and next(self._order.batches(number, start), None) is None
 
     def num_batches(self) -> int:
         """Return the number of batches in a pass of this worker. Raise TypeError if it is unknown."""

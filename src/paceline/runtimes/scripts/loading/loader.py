@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -34,8 +34,8 @@ class FinishedPass:
     But `next(...)` gives its first batch: scripts look at one (`next(iter(loader))`) before they loop.
     """
 
-    def __init__(self, reader: PassReader, number: int, handed_out: HandedOut) -> None:
-        self._reader, self._number, self._handed_out = reader, number, handed_out
+    def __init__(self, reader: PassReader, number: int, handed_out: HandedOut, on_empty: Callable[[], None]) -> None:
+        self._reader, self._number, self._handed_out, self._on_empty = reader, number, handed_out, on_empty
         self._is_read = False
 
     def __iter__(self) -> FinishedPass:
@@ -56,6 +56,7 @@ class FinishedPass:
         if not self._is_read:
             self._is_read = True
             self._reader.skip(self._number)
+            self._on_empty()
 
 
 def _is_next_call(caller: FrameType) -> bool:
@@ -79,11 +80,15 @@ class WorkerLoader(DataLoader[Any]):
     ) -> None:
         self.__dict__.update(loader.__dict__)
         self.handed_out, self._keys = HandedOut(), keys
-        self._users, self._reader, self._session, self._in_passes = loader, reader, session, in_passes
+        self._users, self._reader, self._session, self.in_passes = loader, reader, session, in_passes
         self.facts = reader.facts
         self._passes, self._start, self._position = 0, (0, 0), (0, 0)
         self._finished_pass: FinishedPass | None = None  # the newest iteration, if it was one
         self._pushed_at = (0, 0)
+        self.has_given = False  # whether a batch to train on was handed out in this process
+        self.empty_passes = 0  # that the loop began and an earlier incarnation has finished
+        self.counts_left = False  # whether `session.epochs` counts its passes
+        self.on_empty: Callable[[], None] = lambda: None  # called after each of these
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_users" not in self.__dict__:
@@ -114,9 +119,31 @@ class WorkerLoader(DataLoader[Any]):
             return number + 1
 
     @property
-    def is_used(self) -> bool:
-        """Whether a pass has begun in this process."""
-        return self._passes > 0
+    def begun(self) -> int:
+        """How many passes have begun in this process, those included that were left out."""
+        return self._passes
+
+    @property
+    def finished(self) -> int:
+        """How many passes an earlier incarnation has finished, by what is known while no batch was handed out."""
+        return max(self._start[0], self._passes)
+
+    def finished_ahead(self, with_end: bool) -> int:
+        """How many of the next passes an earlier incarnation of this worker has finished.
+
+        `with_end`: also the one of which it has trained on the last batch, and begun no other.
+        """
+        number, batch = self._start
+        is_over = with_end and batch > 0 and number >= self._passes and self._reader.is_over(number, batch)
+        return max(0, number - self._passes) + is_over
+
+    def leave_out(self, passes: int) -> None:
+        """Leave out the next passes, as if the loop had run through them."""
+        self.counts_left = True
+        self._leave_finished()
+        for number in range(self._passes, self._passes + passes):
+            self._reader.skip(number)
+        self._passes += passes
 
     @property
     def skips_passes(self) -> bool:
@@ -146,18 +173,26 @@ class WorkerLoader(DataLoader[Any]):
         if self._session.finished and not measures:
             self._session.begin_empty_pass()
             return iter(())
+        self._leave_finished()
+        while self._passes < self._start[0]:
+            self._passes += 1
+            if self.in_passes:
+                number = self._passes - 1
+                self._finished_pass = FinishedPass(self._reader, number, self.handed_out, self._note_empty)
+                return self._finished_pass
+            self._reader.skip(self._passes - 1)
+        if self.in_passes:
+            return self._handed_out(*self._begin(), measures)
+        return self._endless(measures)
+
+    def _leave_finished(self) -> None:
         if self._finished_pass is not None:
             self._finished_pass.leave()
             self._finished_pass = None
-        while self._passes < self._start[0]:
-            self._passes += 1
-            if self._in_passes:
-                self._finished_pass = FinishedPass(self._reader, self._passes - 1, self.handed_out)
-                return self._finished_pass
-            self._reader.skip(self._passes - 1)
-        if self._in_passes:
-            return self._handed_out(*self._begin(), measures)
-        return self._endless(measures)
+
+    def _note_empty(self) -> None:
+        self.empty_passes += 1
+        self.on_empty()
 
     def _begin(self) -> tuple[int, int, Iterator[Any]]:
         """Begin the next pass: return its number, its first batch and its batches."""
@@ -172,9 +207,10 @@ class WorkerLoader(DataLoader[Any]):
             try:
                 batch = next(batches)
             except StopIteration:
+                self.empty_passes += place > 0 and (number, place) == self._start
                 self.handed_out.end_pass()
                 return
-            place += 1
+            place, self.has_given = place + 1, True
             if self._position[0] == number:  # else a newer iteration has begun
                 self._position = (number, place)
             self.handed_out.add(self._position, self._keys.samples, batch)

@@ -7,13 +7,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.core.messages import DataAssignment, Reply
+from paceline.errors import UserError
 from paceline.runtimes.scripts.adopt import FollowedScheduler, Place
 from paceline.runtimes.scripts.loading.divisions import Division, Divisions
 from paceline.runtimes.scripts.loading.loader import WorkerLoader
+from paceline.system.terminal import counted
 
 NUM_OF_DIVISION = 5
 """Numbers that a loop says of how its data is divided, if that can change: the pass that it will have begun by its next
 push, the newest generation of divisions that it has heard of, and the division of its pass."""
+
+
+BEHIND = "`for epoch in session.epochs(N)` begins behind them"
+
+
+def _finished(loader: WorkerLoader) -> tuple[str, str]:
+    """The passes that are finished, and their loops, as the beginnings of clauses."""
+    several = f"passes 1 to {loader.finished} were", "their loops have"
+    return several if loader.finished > 1 else ("pass 1 was", "its loop has")
 
 
 class LoopPlaces:
@@ -25,7 +36,45 @@ class LoopPlaces:
         self._begin = 2 * len(loaders)
         self._end = self._begin + (NUM_OF_DIVISION if divisions.is_elastic and loaders else 0)
         self.num = self._end + len(schedulers)
+        self._said_empty = False
         self.came_late = False  # whether the loop begins with a pass in the middle of the run; perhaps none is left
+
+    def tell_empty_passes(self) -> None:
+        """Print one line if the loop runs through finished passes, at the first of them."""
+        for loader in self._loaders:
+            loader.on_empty = self._say_empty
+
+    def _say_empty(self) -> None:
+        if not self._said_empty and (loader := self._without_batch()) is not None:
+            self._said_empty = True
+            passes, their = _finished(loader)
+            what = f"{passes} finished before this worker started: {their} no batch, and what stands behind runs again"
+            print(f"{what}; {BEHIND}", file=sys.stderr)
+
+    def _without_batch(self) -> WorkerLoader | None:
+        """A loader whose finished passes the loop has begun, if no loader has given it a batch in this process."""
+        has_batch = any(loader.has_given for loader in self._loaders)
+        return next((loader for loader in self._loaders if loader.empty_passes and not has_batch), None)
+
+    def why_empty(self) -> str | None:
+        """Say why the loop has had passes in this process and no batch; None if that is not so."""
+        if (loader := self._without_batch()) is None:
+            return None
+        if loader.counts_left:
+            what = f"this worker had trained on the last batch of pass {loader.finished} before it started again"
+            return f"{what}, so that loop had no batch: what stands behind it must allow for that"
+        passes, their = _finished(loader)
+        return f"{passes} finished before this worker started, so {their} no batch: {BEHIND}"
+
+    def require_new_pass(self) -> None:
+        """Raise UserError if the loop ends before it comes to where this worker has been: it counts passes again."""
+        loader = self._without_batch()
+        if loader is not None and loader.begun < loader.passes and not (loader.counts_left or self.came_late):
+            what = f"the loop ended after {counted(loader.begun, 'pass')} without a batch"
+            passes, _ = _finished(loader)
+            raise UserError(
+                f"{what}: {passes} finished before this worker started, and it counted them again: {BEHIND}"
+            )
 
     @property
     def can_go_on(self) -> bool:

@@ -38,6 +38,8 @@ class Columns(Dataset[Any]):
 class ShuffledOrder:
     """One worker's batches of a loader with `shuffle=True`, or of data without a loader."""
 
+    is_stateless = True
+
     def __init__(
         self, dataset: Any, batch_size: int | None, drop_last: bool, config: RunConfig, divisions: Divisions
     ) -> None:

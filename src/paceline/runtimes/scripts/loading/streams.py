@@ -121,6 +121,10 @@ class StreamReader:
     def skip(self, number: int) -> None:
         """Do nothing: a finished pass is not read again."""
 
+    def is_over(self, number: int, start: int) -> bool:
+        """Whether pass `number` is known to have no batch from `start` on: a stream must be read to know it."""
+        return False
+
     def num_batches(self) -> int:
         """Return the number of batches in a pass of this worker. Raise TypeError if it is unknown."""
         if self._loader is None:
