@@ -28,13 +28,7 @@ from paceline.core.own_loop.settings import OwnLoops
 from paceline.core.schedules import Training
 from paceline.core.server.guard import Guard, NormHistory
 from paceline.core.server.roster import Roster
-from paceline.core.server.updates import (
-    RECOMPUTE_EVERY,
-    AppliedUpdate,
-    Divergence,
-    Exchange,
-    Updater,
-)
+from paceline.core.server.updates import RECOMPUTE_EVERY, AppliedUpdate, Divergence, Exchange, Updater
 from paceline.interfaces import Decision, Policy, Rule
 
 
@@ -134,6 +128,7 @@ class Server:
                 updater.rule.reply_weights(self.weights, self.rule_state, reply.worker, memory.weights)
             if not reply.serial:
                 self.own_loops.bring_back(reply.worker, memory, is_elastic=self.assignments is not None)
+                memory.bring_state(self.roster.state_for(reply.worker, self.worker_states))
             if updater.differences is not None:
                 updater.differences.begin(reply.worker, memory.weights)
         self.bytes_pulled += memory.nbytes
