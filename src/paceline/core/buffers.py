@@ -52,7 +52,7 @@ class WorkerBuffers:
         self._count = parts["pulled"][:COUNT_NBYTES].view(torch.int64)
         self._own = parts["local_state"].view(2, sizes.local_state)
         self.nbytes = 0  # bytes of the last reply, set by the server
-        self.brings_state = False  # whether the server wrote the state that a worker's model begins with
+        self.brings_state = self.brings_own_state = False  # whether the server wrote what a worker begins with
 
     @staticmethod
     def private(sizes: BufferSizes, device: torch.device | None = None, **given: Tensor) -> WorkerBuffers:
@@ -94,6 +94,12 @@ class WorkerBuffers:
         sizes = self.sizes._replace(weights=weights.numel())
         given = {"update": self.update, "state": self.state, "pulled": self._reply, "local_state": self.saved_states}
         return WorkerBuffers.private(sizes, None, weights=weights, **given)
+
+    def bring_own_state(self, saved: Tensor | None) -> None:
+        """Write the own state that the worker begins with after a resume, if the server knows one."""
+        if saved is not None and self.sizes.local_state:
+            self._own.copy_(saved)
+            self.brings_own_state = True
 
     @property
     def num_pulled(self) -> int:
