@@ -245,7 +245,7 @@ def _reply(sizes: BufferSizes) -> Callable[[bytes], object]:
 
 
 def _reply_frame(encoded: bool, members: bytes, body: bytes) -> bytes:
-    head = REPLY_HEAD.pack(0, encoded, 0, 0, 3, 17, 5, 0.1, 0, 1, len(members), len(body), 0, 0, 0)
+    head = REPLY_HEAD.pack(0, encoded, 0, 0, 3, 17, 5, 0.1, 0, 1, len(members), len(body), 0, 0, 0, 0)
     return _framed(FrameKind.REPLY, head, members, body, padding(len(members) + len(body)))
 
 

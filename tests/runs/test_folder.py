@@ -10,7 +10,9 @@ from paceline.analysis.listing import runs_in
 from paceline.cli.main import main
 from paceline.config import SCHEMA, RunConfig
 from paceline.errors import UserError
+from paceline.runs.arrival_log import next_incarnation
 from paceline.runs.folder import RunFolder
+from tests.support.recorded_runs import small_config
 
 
 @pytest.fixture
@@ -53,3 +55,18 @@ def test_an_older_config_does_not_start_a_new_run(old_folder: RunFolder, capsys:
 def test_a_listing_names_the_problem_and_goes_on(old_folder: RunFolder) -> None:
     (row,) = runs_in(old_folder.path.parent)
     assert row["status"] == "damaged" and f"schema {SCHEMA - 1}" in row["problem"]
+
+
+@pytest.mark.parametrize("verb", [["resume"], ["server", "--resume"]])
+def test_a_run_that_was_killed_before_its_first_step_is_started_again(
+    verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder.create(small_config(tmp_path, strategy="async", workers=2))
+    assert main([*verb, str(folder.path)]) == 2
+    error = capsys.readouterr().err
+    assert "nothing was trained" in error and "start the run again with the same command" in error
+    assert len(error.strip().splitlines()) == 1
+    folder.checkpoints.mkdir()
+    with pytest.raises(UserError, match=r"arrivals.log does not exist"):  # it is lost
+        next_incarnation(folder.arrivals_file, folder.config())
+    folder.require_unfinished()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from paceline.core.messages import SetLocalSteps
 from paceline.runs.checkpoint import write_checkpoint
 from paceline.runs.recovery import rebuild
+from paceline.runtimes.server.runtime import LocalRuntime
 from tests.support.recorded_runs import Record, assert_same, checkpoint_now, records_of, small_task
 
 pytestmark = pytest.mark.long  # left to `make test`
@@ -69,3 +71,56 @@ def test_a_run_goes_on_where_it_was_from_a_checkpoint_or_around_a_ring_from_the_
     rebuild(server, run.make_worker, small_task(), run.config, run.folder, notes.append)
     assert_same(server, run.server)
     assert ("since the start" if path == "ring" else "since checkpoint") in notes[-1]["text"]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("strategy", ["local:2", "diloco:3"])
+def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one(record: Record, strategy: str, optimizer: str) -> None:
+    """Whether it was killed or stopped, in the middle of a round: the inner optimizers go on where they were."""
+    settings = {"strategy": strategy, "workers": 3, "optimizer": optimizer, "lr": 0.01, "epochs": 6.0}
+    for path in ("star", "ring"):
+        whole, run = (record(seed, **settings, path=path, name=f"{path}{seed}") for seed in (1, 2))
+        whole.join_all()
+        whole.run_to_the_end()
+        run.join_all()
+        run.push_at_random(4)
+        run.resume()  # killed
+        run.join_all()
+        run.push_at_random(5)
+        if path == "star":
+            run.checkpoint()
+        run.push_at_random(2)
+        run.resume()
+        run.join(2)
+        run.resume()  # killed before the others are back
+        run.join_all()
+        run.push_at_random(4)
+        run.host.stop("interrupted")
+        for worker in (0, 1):
+            run.leave(worker)
+        run.host.finish()
+        run.resume()
+        run.join_all()
+        run.run_to_the_end()
+        assert torch.equal(run.server.weights, whole.server.weights)
+        again = run.replay()
+        again.feed(records_of(run))
+        assert again.mismatch is None
+        assert_same(again.server, run.server)
+        assert not any("anew" in note for note in run.notes)
+
+
+def test_where_a_worker_is_not_brought_its_optimizer_the_resume_says_so(record: Record) -> None:
+    run = record(2, LocalRuntime(lambda reply: run.deliver(reply)), strategy="local:2", workers=2, epochs=4.0)
+    assert run.runtime is not None
+    run.runtime.brings_own_states = False  # as over TCP
+    run.join_all()
+    run.push_at_random(5)
+    run.resume()
+    assert run.notes[-1] == "the optimizers of the workers' local steps begin anew, without a state"
+    run.join_all()
+    run.run_to_the_end()
+    again = run.replay()
+    again.feed(records_of(run))
+    assert again.mismatch is None
+    assert_same(again.server, run.server)

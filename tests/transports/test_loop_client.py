@@ -169,11 +169,18 @@ def test_the_weight_of_a_push_arrives(pair: Pair, weight: float | None) -> None:
 def test_what_the_loop_said_last_comes_back_with_the_first_reply_alone(pair: Pair) -> None:
     pair.greet()
     assert pair.peer.slot is not None
+    pair.memory.state.fill_(5.0)  # what the script's model begins with
     pair.peer.slot.loop.copy_(torch.tensor([7.0, 8.0, 9.0]))
     pair.peer.answer(REPLY)
     pair.answers = [pair.answered]
     assert pair.client.hello(JOIN, pair.memory, {"model": "m"}) == REPLY
-    assert pair.memory.loop.tolist() == [7.0, 8.0, 9.0]
+    assert pair.memory.loop.tolist() == [7.0, 8.0, 9.0] and pair.memory.state.tolist() == [5.0, 5.0]
+    pair.peer.slot.bring_state(torch.tensor([1.0, 2.0]))
+    pair.peer.attach(ScriptedConnection(closes=False))
+    pair.peer.answer(REPLY)
+    pair.answers = [pair.answered]
+    assert pair.client.hello(JOIN, pair.memory, {"model": "m"}) == REPLY
+    assert pair.memory.state.tolist() == [1.0, 2.0]
     pair.memory.loop.zero_()
     pair.peer.attach(ScriptedConnection(closes=False))
     pair.peer.answer(REPLY._replace(serial=1))

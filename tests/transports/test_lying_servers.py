@@ -137,8 +137,10 @@ def _no_data(config: object) -> None:
     raise UserError("no data is loaded for a lying server")
 
 
-def reply(lr: float = 0.1, steps: int = 0, batch: int = 0, members: bytes = b"", count: int = 32) -> bytes:
-    head = REPLY_HEAD.pack(0, 0, 0, 0, 0, 0, batch, lr, steps, 1, len(members), count, 0, 0, 0)
+def reply(
+    lr: float = 0.1, steps: int = 0, batch: int = 0, members: bytes = b"", count: int = 32, state: int = 0
+) -> bytes:
+    head = REPLY_HEAD.pack(0, 0, 0, 0, 0, 0, batch, lr, steps, 1, len(members), count, 0, 0, 0, state)
     body = head + members + bytes(count)
     return frame(FrameKind.REPLY, body + bytes(-(len(members) + count) % 16))
 
@@ -152,6 +154,7 @@ def reply(lr: float = 0.1, steps: int = 0, batch: int = 0, members: bytes = b"",
         reply(batch=2**63),
         reply(members=struct.pack("<I2H", 0, 5, 6)),
         reply(count=16),
+        reply(state=16),
         frame(FrameKind.REFUSED, "null"),
         frame(FrameKind.PUSH, b""),
     ],

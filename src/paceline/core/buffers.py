@@ -52,6 +52,7 @@ class WorkerBuffers:
         self._count = parts["pulled"][:COUNT_NBYTES].view(torch.int64)
         self._own = parts["local_state"].view(2, sizes.local_state)
         self.nbytes = 0  # bytes of the last reply, set by the server
+        self.brings_state = self.brings_own_state = False  # whether the server wrote what a worker begins with
 
     @staticmethod
     def private(sizes: BufferSizes, device: torch.device | None = None, **given: Tensor) -> WorkerBuffers:
@@ -94,6 +95,12 @@ class WorkerBuffers:
         given = {"update": self.update, "state": self.state, "pulled": self._reply, "local_state": self.saved_states}
         return WorkerBuffers.private(sizes, None, weights=weights, **given)
 
+    def bring_own_state(self, saved: Tensor | None) -> None:
+        """Write the own state that the worker begins with after a resume, if the server knows one."""
+        if saved is not None and self.sizes.local_state:
+            self._own.copy_(saved)
+            self.brings_own_state = True
+
     @property
     def num_pulled(self) -> int:
         """Bytes of the encoded reply that the worker has not decoded yet."""
@@ -102,6 +109,12 @@ class WorkerBuffers:
     @num_pulled.setter
     def num_pulled(self, nbytes: int) -> None:
         self._count.fill_(nbytes)
+
+    def bring_state(self, state: Tensor | None) -> None:
+        """Write the state that the worker's model begins with, if the server knows one."""
+        if state is not None:
+            self.state.copy_(state)
+            self.brings_state = True
 
     def save_state(self, local_state: State, place: int) -> None:
         """Save the worker's own state at `place`: the number of its push less the pushes dropped before."""

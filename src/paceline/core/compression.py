@@ -79,6 +79,11 @@ class WorkerCompression:
         load_local_state(self.local_state, saved)
         self._save_as_start()
 
+    def begin(self) -> None:
+        """Load the own state that a resumed run brings with its first reply; else it is that of the start."""
+        if self.sizes.local_state:
+            load_local_state(self.local_state, self._memory.saved_state(0))
+
     def _save_as_start(self) -> None:
         """Save the state before the first push, in case that push is dropped."""
         if self.sizes.local_state:

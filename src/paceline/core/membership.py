@@ -27,6 +27,7 @@ class Member:
     seq: int = -1
     serial: int = -1
     version: int = 0
+    settled: int = -1  # where it saved its own state with its last push that became part of an update (see `saved`)
     pushes: int = 0
     steps: int = 0  # local steps that its last reply asked for; `lr` is their learning rate
     lr: float = 0.0

@@ -147,11 +147,13 @@ class Resume:
     """Go on after a stop or a crash: every worker is gone and expected again.
 
     With `undone` the run goes on from a checkpoint: the last `undone` inputs in the log no longer count, and with them
-    `lost` pushes that had been taken. The caller has restored the server to that checkpoint.
+    `lost` pushes that had been taken. The caller has restored the server to that checkpoint. If it `keeps` the workers'
+    own states (of inner optimizers, say), their next incarnations begin with `own_states` of the server.
     """
 
     undone: int = 0
     lost: int = 0
+    keeps: bool = False
 
 
 OwnLoopInput: TypeAlias = ReadWeights | ReadOptimizer | EstimatedStatistics

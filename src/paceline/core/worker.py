@@ -68,6 +68,7 @@ def work(
     that memory before it sends the reply.
     """
     reply, assignment, discarded = (yield join), None, 0
+    end.begin()
     while not reply.finished:
         if reply.discarded != discarded:
             discarded = reply.discarded

@@ -85,7 +85,7 @@ class Record:
             case "drain":
                 return Drain(self.worker)
             case "resume":
-                return Resume(undone=self.seq, lost=self.reply)
+                return Resume(undone=self.seq, lost=self.reply, keeps=bool(self.samples))
         assert self.kind == "stop", self.kind
         return Stop()
 
@@ -142,8 +142,8 @@ class ArrivalLog:
                 fields = (_DRAIN, disposition, worker, 0, 0, 0, 0, 0.0, now)
             case Stop():
                 fields = (_STOP, disposition, 0, 0, 0, 0, 0, 0.0, now)
-            case Resume(undone, lost):
-                fields = (_RESUME, disposition, 0, 0, undone, lost, 0, 0.0, now)
+            case Resume(undone, lost, keeps):
+                fields = (_RESUME, disposition, 0, 0, undone, lost, int(keeps), 0.0, now)
         record = _RECORD.pack(*fields)
         self._write(record + _CHECK.pack(zlib.crc32(record)))
 

@@ -22,6 +22,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from paceline.core.buffers import WorkerBuffers
+from paceline.core.membership import Member
 from paceline.core.own_loop.torch_optimizer import PREFIX
 from paceline.core.server import Server, restore_server, server_facts
 from paceline.errors import UserError
@@ -110,10 +111,19 @@ def _pull_key(optimizer: int) -> str:
 
 def _tensors_of(server: Server, memories: Mapping[int, WorkerBuffers]) -> dict[str, Tensor]:
     tensors = weights_and_rule(server)
+    tensors |= {f"own.{worker}": saved for worker, saved in server.own_states.items()}
     for worker, member in server.members.items():
         if member.live and not member.inactive:
             tensors |= _of_worker(server, worker, memories[worker])
+        elif f"own.{worker}" not in tensors and not member.inactive and worker in memories:
+            saved = settled_state(member, memories[worker])
+            tensors |= {f"own.{worker}": saved} if saved is not None else {}
     return tensors | {f"state.{worker}": state for worker, state in server.worker_states.items()}
+
+
+def settled_state(member: Member, memory: WorkerBuffers) -> Tensor | None:
+    """A worker's own state after its last push that became part of an update; None if it has no such state."""
+    return memory.saved_state(member.settled) if memory.sizes.local_state else None
 
 
 def _of_worker(server: Server, worker: int, memory: WorkerBuffers) -> dict[str, Tensor]:
@@ -125,8 +135,8 @@ def _of_worker(server: Server, worker: int, memory: WorkerBuffers) -> dict[str, 
         found[f"sent.{worker}"] = held[0] if len(held) == 1 else torch.cat(held)
         for number, one in enumerate(encoders):
             found |= {f"{_pull_key(number)}{worker}.{name}": tensor for name, tensor in one.states[worker].items()}
-    if memory.sizes.local_state and member.seq >= 0:
-        found[f"local_state.{worker}"] = memory.saved_state(member.saved)
+    if memory.sizes.local_state and (member.seq >= 0 or memory.brings_own_state):
+        found[f"local_state.{worker}"] = memory.saved_state(member.settled)
     return found
 
 
@@ -148,6 +158,7 @@ def restore(server: Server, checkpoint: Checkpoint) -> None:
             states = {worker: checkpoint.group(f"{_pull_key(number)}{worker}.") for worker in held}
             one.differences.restore({worker: weights[span] for worker, weights in held.items()}, states)
         begin = span.stop
+    server.own_states = {int(worker): saved for worker, saved in checkpoint.group("own.").items()}
     server.worker_states = {int(worker): state for worker, state in checkpoint.group("state.").items()}
 
 

@@ -275,16 +275,17 @@ class RunFolder:
         return found
 
     def require_unfinished(self, recovery: str = "log") -> None:
-        """Refuse a run that ended: it cannot be resumed, but for a diverged one, from before its divergence."""
+        """Refuse a run that ended, but for a diverged one, from before its divergence; or that has not begun."""
         result = self.result()
+        if result is None and not self.has_log and not self.checkpoints.exists():
+            what = f"{self.path} was ended before its first step: nothing was trained, and there is nothing to resume"
+            raise UserError(f"{what}; remove this folder, and start the run again with the same command")
         if result is None or result["status"] == "stopped":
             return
         end, diverged = f"{result['status']} after {result.get('updates')} updates", result["status"] == "diverged"
         if diverged and recovery == "log":
-            ways = (
-                "--recovery checkpoint goes back to its newest checkpoint, --recovery skip-batch also skips the batch"
-            )
-            raise UserError(f"{self.path} is {end}: {ways}")
+            back = "--recovery checkpoint goes back to its newest checkpoint"
+            raise UserError(f"{self.path} is {end}: {back}, --recovery skip-batch also skips the batch")
         if not diverged:
             raise UserError(f"{self.path} is {end}: there is nothing to resume")
 

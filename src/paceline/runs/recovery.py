@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,19 @@ class RecoveryResult:
     seconds: float
     incarnation: int  # the first that no worker has used, undone records included
     skip: SkipBatch | None = None  # the batch that ended the run, if it is to be passed over
+
+    def resume_on(self, server: Server, config: RunConfig, brings_own: bool, report: Report) -> Resume:
+        """The Resume input for a runtime that brings workers their own states, or does not.
+
+        All workers with work left get theirs, or none does; that the optimizers of local steps begin anew is reported.
+        """
+        at_work = {worker for worker, member in server.members.items() if not member.inactive}
+        if brings_own and at_work and at_work <= server.own_states.keys():
+            return replace(self.resume, keeps=True)
+        server.own_states = {}
+        if server.version and keeps_own(config):
+            report({"kind": "note", "text": "the optimizers of the workers' local steps begin anew, without a state"})
+        return self.resume
 
 
 class PushValues:
@@ -222,6 +235,7 @@ def rebuild(
     if server.divergence is not None:
         ways = "--recovery checkpoint goes back to its newest checkpoint; or start a new run with a lower --lr"
         raise UserError(f"{folder.path} diverged at update {server.version}: {ways}")
+    server.own_states = _saved_with(checkpoint) if skips and checkpoint is not None else replay.own_states()
     drop_best_after(folder, server.version)
     now = log.records[-1].now if log.records else (checkpoint.now if checkpoint is not None else 0.0)
     version = checkpoint.version if checkpoint is not None else None
@@ -286,6 +300,11 @@ def _read_tail(
     if log.torn:
         os.truncate(path, log.ends)
     return log
+
+
+def _saved_with(checkpoint: Checkpoint) -> dict[int, Tensor]:
+    """The workers' own states in a checkpoint."""
+    return {int(worker): saved for kind in ("own.", "local_state.") for worker, saved in checkpoint.group(kind).items()}
 
 
 def _nobody(join: Join) -> PushSource:

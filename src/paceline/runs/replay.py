@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from paceline.core.buffers import WorkerBuffers
-from paceline.core.messages import Discard, Disposition, Input, Join, Push, Reply
+from paceline.core.messages import Discard, Disposition, Input, Join, Push, Reply, Resume
 from paceline.core.server import Server
 from paceline.errors import RunFailed
 from paceline.runs.arrival_log import Record
-from paceline.runs.checkpoint import Checkpoint, restore, weights_and_rule
+from paceline.runs.checkpoint import Checkpoint, restore, settled_state, weights_and_rule
 
 
 class PushSource(Protocol):
@@ -183,6 +183,9 @@ class Replay:
             self._compute_discarded(record)
         if message is None:
             return
+        if isinstance(message, Resume):
+            self.server.own_states = self.own_states() if message.keeps else {}
+            self.sources.clear()
         version = self.server.version
         self._use_threads(self._threads and self._threads.server)
         outcome = self.server.handle(message)
@@ -198,6 +201,15 @@ class Replay:
             if not reply.optimizer:
                 source.pending = reply
             self._send(reply)
+
+    def own_states(self) -> dict[int, Tensor]:
+        """What the workers' own states are at a resume, by worker."""
+        found = dict(self.server.own_states)  # of workers that no reply has brought theirs since the last resume
+        for worker, source in self.sources.items():
+            saved = settled_state(self.server.members[worker], source.memory)
+            if saved is not None and worker not in found:
+                found[worker] = saved.clone()
+        return found
 
     def _push(self, record: Record, number: int) -> Push | None:
         """Recompute the push of a record; return None for one that changed nothing in the run."""

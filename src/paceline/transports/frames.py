@@ -17,7 +17,7 @@ from paceline.system.strict_json import from_json, to_json
 from paceline.system.terminal import printable
 
 MAGIC = b"PACE"
-VERSION = 6
+VERSION = 7
 _HEADER = struct.Struct("<4sBBxxQ")
 HEADER_NBYTES = _HEADER.size
 ALIGNMENT = 16
@@ -25,11 +25,11 @@ ALIGNMENT = 16
 PUSH_HEAD = struct.Struct("<IIIBxxxQQQQffffd8x")
 """seq, reply, samples, number of the optimizer, bytes of update, of state, of both saved local states, of what an own
 loop says, loss, seconds: cpu, wall, waited, weight (BY_SAMPLES: the samples)."""
-REPLY_HEAD = struct.Struct("<BBBBIQQdIIQQIIQ8x")
+REPLY_HEAD = struct.Struct("<BBBBIQQdIIQQIIQQ")
 """over (or DRAINED), encoded, asks for the local state, number of the optimizer, serial, version, batch, lr, steps,
 generation of the data assignment, bytes of its members (0 if the worker knows them), bytes of the weights or of the
 encoded reply, pushes that the policy dropped, pushes dropped that count as steps of an own loop, bytes of what an own
-loop said last."""
+loop said last, and of the buffers that its model had then."""
 REQUEST_HEAD = struct.Struct("<QBBxxI")  # number, kind, optimizer, samples; statistics follow
 ANSWER_HEAD = struct.Struct("<QBxxxI")  # number of the request, whether the weights are averaged, bytes of padding
 BEAT_BODY = struct.Struct("<Q8x")  # steps that the worker has begun
@@ -85,7 +85,7 @@ def header(kind: FrameKind, nbytes: int) -> bytes:
     """Pack the first bytes of a frame.
 
     >>> header(FrameKind.BEAT, 0).hex(" ", 4)
-    '50414345 06080000 00000000 00000000'
+    '50414345 07080000 00000000 00000000'
     """
     return _HEADER.pack(MAGIC, VERSION, kind, nbytes)
 

@@ -264,7 +264,8 @@ class TcpClient(Transport):
     def _largest_reply(self) -> int:
         memory = self._memory
         assert memory is not None
-        most = MAX_ASSIGNMENT_NBYTES + max(memory.weights.nbytes, memory.pulled.nbytes) + memory.loop.nbytes
+        most = MAX_ASSIGNMENT_NBYTES + max(memory.weights.nbytes, memory.pulled.nbytes)
+        most += memory.loop.nbytes + memory.state.nbytes
         return REPLY_HEAD.size + most + len(padding(most))
 
     def _reply(self, message: Join | Push) -> Reading[Reply]:
@@ -276,18 +277,19 @@ class TcpClient(Transport):
         memory = self._memory
         assert memory is not None
         packed = yield from read_bytes(REPLY_HEAD.size)
-        finished, encoded, ship_own, optimizer, *facts, generation, named, count, discarded, dropped, num_loop = (
-            REPLY_HEAD.unpack(packed)
-        )
-        serial, version, batch, lr, steps = facts
+        finished, encoded, ship_own, optimizer, *numbers = REPLY_HEAD.unpack(packed)
+        serial, version, batch, lr, steps, generation, named, count, discarded, dropped, num_loop, num_state = numbers
         if not 0.0 <= lr < math.inf or batch > MAX_BATCH or steps > MAX_STEPS:
             raise ProtocolError(
                 f"a reply that asks for {steps} steps from batch {batch} on at a learning rate of {lr:g}"
             )
         if num_loop not in (0, memory.loop.nbytes):
             raise ProtocolError(f"{num_loop} bytes of what a loop said for buffers of {memory.loop.nbytes}")
-        pad = len(padding(named + count + num_loop))
-        yield from self._read_members(generation, named, nbytes - len(packed) - count - num_loop - pad)
+        if num_state not in (0, memory.state.nbytes):
+            raise ProtocolError(f"{num_state} bytes of a model's buffers for those of {memory.state.nbytes}")
+        behind = count + num_loop + num_state
+        pad = len(padding(named + behind))
+        yield from self._read_members(generation, named, nbytes - len(packed) - behind - pad)
         if self._assignment is not None and worker not in self._assignment.members and not finished:
             raise ProtocolError("a reply that assigns the data to other workers")
         place = memory.pulled[:count] if encoded else memory.weights
@@ -296,6 +298,8 @@ class TcpClient(Transport):
         yield view(place)
         if num_loop:
             yield view(memory.loop)
+        if num_state:
+            yield view(memory.state)
         yield from read_bytes(pad)
         memory.num_pulled = count if encoded else 0
         self._ship_state, self.is_drained = bool(ship_own), finished == frames.DRAINED

@@ -342,12 +342,13 @@ class TcpPeer(Peer):
         facts = reply.serial, reply.version, reply.batch, reply.lr, reply.steps, generation
         over = frames.DRAINED if reply.finished and self.is_drained else reply.finished
         loop = view(slot.loop) if not reply.serial else memoryview(b"")  # what the last incarnation said
-        counts = len(members), len(body), reply.discarded, reply.dropped, len(loop)
+        state = view(slot.state) if not reply.serial and slot.brings_state else memoryview(b"")
+        counts = len(members), len(body), reply.discarded, reply.dropped, len(loop), len(state)
         head = REPLY_HEAD.pack(over, encoded, self.wants_state, reply.optimizer, *facts, *counts)
-        bodies = len(members) + len(body) + len(loop)
+        bodies = len(members) + len(body) + len(loop) + len(state)
         pad = padding(bodies)
         first = frames.header(FrameKind.REPLY, len(head) + bodies + len(pad)) + head + members
-        self.send(first, body, loop, pad)
+        self.send(first, body, loop, state, pad)
 
     def _new_members(self, assignment: DataAssignment | None) -> tuple[int, bytes]:
         """The generation of a data assignment, and its members unless this connection has already sent them."""

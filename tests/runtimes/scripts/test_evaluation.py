@@ -251,6 +251,52 @@ def test_other_workers_have_moved_the_weights_that_a_worker_evaluates(tmp_path: 
     assert not torch.equal(loops[0].model.first.weight, views["first.weight"])
 
 
+def statistics(loop: Loop) -> list[Tensor]:
+    return [tensor.clone() for name, tensor in loop.model.norm.named_buffers() if name.startswith("running")]
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("average", ["none", "on"])
+def test_a_worker_that_returns_evaluates_with_the_statistics_of_its_last_push(tmp_path: Path, average: str) -> None:
+    """With those of a new model it would score another one until its first step."""
+    one = OneServer(tmp_path, strategy="async", workers=2, rule="plain", average=average, lr=0.1)
+    loops = [Loop(one.session(worker)) for worker in range(2)]
+    for worker in (0, 1, 1, 0, 1):
+        loops[worker].step()
+    one.lose(0)
+    again = Loop(one.session(0, incarnation=1))
+    assert_equal(statistics(again), statistics(loops[0]))
+    with again.session.eval_weights():
+        assert_equal(statistics(again), statistics(loops[0]))
+    again.step()
+    assert not torch.equal(again.model.norm.running_mean, loops[0].model.norm.running_mean)
+
+
+def test_a_worker_lost_before_its_first_push_begins_with_the_statistics_of_one_that_trains(tmp_path: Path) -> None:
+    one = OneServer(tmp_path, strategy="async", workers=3, rule="plain", average="none", lr=0.1)
+    loops = [Loop(one.session(worker)) for worker in range(3)]
+    assert not loops[2].model.norm.running_mean.any(), "nobody has pushed"
+    for worker in (0, 1, 1):
+        loops[worker].step()
+    one.lose(0)
+    one.lose(2)
+    assert_equal(statistics(Loop(one.session(2, incarnation=1))), statistics(loops[1]))
+    one.lose(1)
+    one.lose(2)
+    assert_equal(statistics(Loop(one.session(2, incarnation=2))), statistics(loops[0]))
+
+
+def test_buffers_of_another_type_lose_no_precision_if_the_server_knows_none(tmp_path: Path) -> None:
+    one = OneServer(tmp_path, strategy="async", workers=2, rule="plain", average="none", lr=0.1)
+    model = net()
+    model.norm.double().running_mean.fill_(1.0 / 3.0)  # type: ignore[union-attr]
+    one.session(0).prepare(model, data(), batch_size=BATCH)
+    assert bool((model.norm.running_mean == 1.0 / 3.0).all())
+
+
 def test_calls_in_the_wrong_place_are_one_clear_line() -> None:
     session = paceline.join()
     for call in ("eval_weights", "finish", "step"):

@@ -135,4 +135,5 @@ class OptimizersServer(Server):
                 updater.differences.begin(reply.worker, memory.weights[span])
         if not reply.serial:
             self.own_loops.bring_back(reply.worker, memory, is_elastic=self.assignments is not None)
+            memory.bring_state(self.roster.state_for(reply.worker, self.worker_states))
         self.bytes_pulled += memory.nbytes

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
 
 from paceline.core.membership import DataAssignments, Member
 from paceline.core.messages import Join
@@ -105,6 +107,15 @@ class Roster:
             assignments.look(tuple(w for w, m in members if m.live and not (m.inactive or m.draining)))
             self._is_assigned = True
         assignments.tell(worker, self.members[worker].accepted)
+
+    def state_for(self, worker: int, states: Mapping[int, Tensor]) -> Tensor | None:
+        """The buffers (running statistics) that the model of an own loop begins with: those of its last push.
+
+        One that has not pushed begins with those of the lowest-numbered worker that trains, or else that has pushed.
+        """
+        if not self.members[worker].own_loop or not states:
+            return None
+        return states[min({worker} & states.keys() or self.at_work & states.keys() or states)]
 
     def set_local_steps(self, worker: int, steps: int, lr: float) -> None:
         """Set what the next reply asks for: `steps` local steps, or fewer if the worker is slow or near its quota."""

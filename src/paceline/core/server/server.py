@@ -28,13 +28,7 @@ from paceline.core.own_loop.settings import OwnLoops
 from paceline.core.schedules import Training
 from paceline.core.server.guard import Guard, NormHistory
 from paceline.core.server.roster import Roster
-from paceline.core.server.updates import (
-    RECOMPUTE_EVERY,
-    AppliedUpdate,
-    Divergence,
-    Exchange,
-    Updater,
-)
+from paceline.core.server.updates import RECOMPUTE_EVERY, AppliedUpdate, Divergence, Exchange, Updater
 from paceline.interfaces import Decision, Policy, Rule
 
 
@@ -62,6 +56,7 @@ class Server:
         self.codecs, self.nbytes, self.differences = self.updater.codecs, self.updater.nbytes, self.updater.differences
         self.own_loops = (exchange.own_loops if exchange is not None else None) or OwnLoops()
         self.worker_states: dict[int, Tensor] = {}
+        self.own_states: dict[int, Tensor] = {}  # by worker, what its next incarnation begins with after a resume
         self.version = self.samples = 0
         self.pushes = self.replies = self.bytes_pushed = self.bytes_pulled = 0
         self.dropped = self.late = self.lost = self.skipped = 0
@@ -134,6 +129,8 @@ class Server:
                 updater.rule.reply_weights(self.weights, self.rule_state, reply.worker, memory.weights)
             if not reply.serial:
                 self.own_loops.bring_back(reply.worker, memory, is_elastic=self.assignments is not None)
+                memory.bring_own_state(self.own_states.pop(reply.worker, None))
+                memory.bring_state(self.roster.state_for(reply.worker, self.worker_states))
             if updater.differences is not None:
                 updater.differences.begin(reply.worker, memory.weights)
         self.bytes_pulled += memory.nbytes
@@ -350,6 +347,7 @@ class Server:
             self.staleness[age] += 1
             member = self.members[worker]
             member.accepted = self.roster.past_skipped(worker, member.accepted + max(1, member.steps))
+            member.settled = member.saved
         if self.weights.numel():  # check one worker per update, round robin: if it is silent, its gradient expires
             checked = self.roster.order[self.version % len(self.members)]
             member = self.members[checked]

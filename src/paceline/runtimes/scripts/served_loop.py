@@ -143,9 +143,12 @@ class ServedLoop:
             **facts,
         }
         join = Join(env.worker, env.incarnation, None, torch.get_num_threads(), own_loop=True)
+        state = bound.slot.state.clone()
         reply = self._transport.hello(join, bound.slot, facts)
         if reply is None:
             raise RunFailed(SERVER_GONE)
+        if not torch.equal(state, bound.slot.state):  # of the last incarnation, as the server has kept it
+            bound.load_state()
         self._replies = [reply] * len(self._layouts)
         self._hear_of_drain()
         self._follow_steps(push_step)

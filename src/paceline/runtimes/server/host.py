@@ -206,7 +206,7 @@ class Host:
 
     def resume_from(self, rebuilt: RecoveryResult) -> None:
         """Handle the first input of a resumed run, and write an event about the recovery."""
-        self.handle(rebuilt.resume)
+        self.handle(rebuilt.resume_on(self.server, self.config, self._runtime.brings_own_states, self._report))
         if rebuilt.skip is not None:
             self.handle(rebuilt.skip)
         self.first_incarnation = rebuilt.incarnation

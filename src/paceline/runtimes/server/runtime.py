@@ -19,6 +19,7 @@ class Runtime(Protocol):
     way: Way = "server"  # what the time between a worker's push and its arrival at the server counts as
     groups_inputs: bool = False
     """Whether the runtime calls `Host.commit` after a group of inputs; else the host commits after each."""
+    brings_own_states: bool = True  # whether the first replies of a resumed run bring workers their own states
     is_sharded: bool = False  # whether other servers hold parts of the weights. `announce` is called only if so.
 
     def send(self, reply: Reply, with_state: bool) -> None:
@@ -106,6 +107,7 @@ class TcpPeers(Peers[TcpPeer]):
     """The workers' TCP connections. A broken connection stays until its worker reconnects or is lost."""
 
     way = "sending"
+    brings_own_states = False
 
     def __init__(self) -> None:
         super().__init__()
