@@ -173,7 +173,10 @@ def test_a_simulated_run_names_its_slow_worker_and_its_paused_one(tmp_path: Path
 
 
 def worker(number: int, step: float, send: float | None = None, state: str = "live") -> WorkerStatus:
-    return WorkerStatus(number, state, {}, step, send, steps=10)
+    whole = step + (send or 0.0)
+    return WorkerStatus(
+        number, state, {"computing": step / whole, "sending": (send or 0.0) / whole}, step, send, steps=10
+    )
 
 
 @given(st.lists(st.floats(0.01, 0.0149), min_size=1, max_size=20), st.floats(1.0, 10.0))
@@ -185,6 +188,54 @@ def test_a_step_is_slow_from_one_and_a_half_times_the_median_of_the_others_on(
     crew = [worker(number, step) for number, step in enumerate(others, start=1)]
     found = stragglers([worker(0, usual * times), *crew])
     assert [one.worker for one in found] == ([0] if usual * times >= SLOW_THRESHOLD * usual else [])
+
+
+def columns(steps: list[int], computing: list[float], server: list[float], **more: Any) -> dict[str, Any]:
+    """A `workers` row with the totals that a real run wrote."""
+    return workers_row(8.4, ["done"] * len(steps), computing, steps, server=server, **more)
+
+
+SLOW_AT_FIRST = columns(
+    [584, 332, 586],
+    [7.776, 7.559, 7.768],
+    [0.647, 0.808, 0.672],
+    longest=[0.05, 0.137, 0.036],
+    step=[0.012414, 0.011683, 0.014046],
+)
+"""A real run: worker 1 was six times slower for the first 5 s of 8.4."""
+
+
+def test_a_worker_that_was_slow_in_most_of_an_ended_run_is_named_with_the_step_of_the_whole_run() -> None:
+    found = workers_of(SLOW_AT_FIRST)
+    assert [round(one.step_seconds or 0.0, 4) for one in found] == [0.0133, 0.0224, 0.0132]
+    assert [(one.worker, one.cause) for one in stragglers(found)] == [(1, "compute")]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        columns([125] * 3, [0.443, 0.495, 0.425], [1.327, 1.273, 1.345], step=[0.0034, 0.0059, 0.0034]),
+        columns([200, 203, 201, 202], [4.0, 4.1, 4.3, 3.8], [2.0, 1.9, 1.7, 2.2], step=[0.013, 0.012, 0.024, 0.013]),
+        columns([5, 5, 5], [0.02, 0.035, 0.02], [0.0, 0.0, 0.0]),
+        columns([125] * 2, [0.3, 0.5], [9.7, 9.5]),
+        columns([50] * 2, [1.0, 21.0], [1.0, 1.0], longest=[0.03, 20.02]),
+    ],
+    ids=["sync, latest steps", "bounded:3, latest steps", "few steps", "a small part of the time", "one pause"],
+)
+def test_equal_workers_are_not_accused(row: dict[str, Any]) -> None:
+    """The first two are real: equal workers, whose medians of the latest steps differ."""
+    assert stragglers(workers_of(row)) == []
+
+
+def test_a_pause_before_the_period_leaves_the_step_of_the_period_alone() -> None:
+    early = columns([10, 10], [0.1, 20.1], [0.0, 0.0], longest=[0.01, 20.0])
+    late = columns([110, 110], [1.1, 21.1], [0.0, 0.0], longest=[0.02, 20.0])
+    assert [one.step_seconds for one in workers_of(late, early)] == pytest.approx([0.0099, 0.01], rel=0.01)
+
+
+def test_few_steps_are_enough_if_they_are_long() -> None:
+    row = columns([4, 4, 4], [12.0, 24.0, 12.0], [14.0, 2.0, 14.0])
+    assert [(one.worker, one.cause) for one in stragglers(workers_of(row))] == [(1, "compute")]
 
 
 def test_a_slow_link_is_told_from_slow_compute() -> None:
