@@ -84,7 +84,7 @@ def run_list(rows: list[Row], width: int, most: int | None = None) -> str:
         (Column("kind", 0), _kind),
         (Column("status", 0), _status),
         *(
-            (Column(one.head, 4 + (one.key in preferred)), lambda row, one=one: _number(row[one.key], one.form))
+            (Column(one.head, 4 + 2 * (one.key in preferred)), lambda row, one=one: _number(row[one.key], one.form))
             for one in figures
         ),
         *((Column(name, 3 if scored else 6), lambda row, name=name: _metric(row, name)) for name in metrics),
@@ -154,7 +154,8 @@ def _group(rows: list[Row], width: int, most: int | None) -> str:
     (text, left_out), names = _named_table(columns, cells, shown, width)
     lines = [text, *left_out_lines(left_out, width), *_cut(rows, shown, width)]
     if len(sound) > 1:
-        same = [f"{_flag(name)} {_setting(sound[0], name)}" for name in SHARED if name not in differ]
+        told = {name: _setting(sound[0], name) for name in SHARED if name not in differ}
+        same = [f"{_flag(name)} {_unqualified(value) if name == 'rule' else value}" for name, value in told.items()]
         same = [part for part in same if not part.endswith(" -")]
         same += [f"status {_status(rows[0])}"] if same_status else []
         lines += [fold(printable(f"same for all: {', '.join(same)}", MAX_LETTERS), width)] if same else []
@@ -174,9 +175,10 @@ def _group(rows: list[Row], width: int, most: int | None) -> str:
     return "\n".join(lines)
 
 
-def _preferred(rows: list[Row]) -> set[str | None]:
-    """Return the scores for the weights that all runs are compared by: their columns go last if space is short."""
-    return {comparable(rows, score) for score in ("test_accuracy", "test_loss")}
+def _preferred(rows: list[Row]) -> set[str]:
+    """Return the scores of the weights that runs scored and saved: their columns go last if space is short."""
+    scores = ("test_accuracy", "test_loss")
+    return {f"{row['weights']}_{score}" for row in rows for score in scores if row[score] is not None}
 
 
 def _is_sampled(row: Row) -> bool:
