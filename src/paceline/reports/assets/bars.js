@@ -65,7 +65,7 @@ function spread(places) {
   for (let first = 0; first < sorted.length;) {
     const group = sorted.slice(first).filter(([at]) => at - sorted[first][0] < APART);
     const step = Math.min(7, (ROW - 10) / Math.max(1, group.length - 1));
-    group.forEach(([, one], rank) => { found[one] = { down: (rank - (group.length - 1) / 2) * step, radius: Math.min(4.5, Math.max(2, 0.75 * step)) }; });
+    group.forEach(([, one], rank) => { found[one] = { down: (rank - (group.length - 1) / 2) * step, radius: Math.min(4.5, Math.max(3, 0.75 * step)) }; });
     first += group.length;
   }
   return found;
