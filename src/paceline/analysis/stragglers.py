@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from paceline.analysis.status import WorkerStatus
 
 SLOW_THRESHOLD = 1.5  # A worker is slow if it takes this many times the median of the others
-MIN_STEPS, ENOUGH_STEPS, ENOUGH_SECONDS = 3, 10, 1.0
-"""A worker is judged after ENOUGH_STEPS in the period, or after MIN_STEPS if its excess is at least ENOUGH_SECONDS."""
+MIN_STEPS = 3
 GONE = ("paused", "stalled", "lost")
 DRAINED = "drained"  # it left by request: it delays nobody, and its figures end before those of the others
-MIN_SHARE = 0.1  # A worker is reported if its excess over the others is at least this share of its whole time
+MIN_SHARE, MIN_SECONDS = 0.1, 0.5
+"""A worker is reported if its excess over the others is at least this share of its whole time, and so many seconds."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def _slower(cause: str, part: str, measured: Sequence[tuple[WorkerStatus, float 
         usual = _median_of_others(ranked, seconds)
         if not 0 < SLOW_THRESHOLD * usual <= seconds:
             continue
-        is_sure = worker.steps >= ENOUGH_STEPS or worker.steps * (seconds - usual) >= ENOUGH_SECONDS
-        if is_sure and worker.shares.get(part, 0.0) * (1 - usual / seconds) >= MIN_SHARE:
+        share = worker.shares.get(part, 0.0) * (1 - usual / seconds)
+        if share >= MIN_SHARE and worker.steps * (seconds - usual) >= MIN_SECONDS:
             found.append(Straggler(worker.worker, cause, seconds, usual))
     return found
 

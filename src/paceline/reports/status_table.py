@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.analysis.status import ENDED, PARTS, RunStatus, WorkerStatus
-from paceline.analysis.stragglers import MIN_SHARE, SLOW_THRESHOLD, Straggler, stragglers
+from paceline.analysis.stragglers import MIN_SECONDS, MIN_SHARE, SLOW_THRESHOLD, Straggler, stragglers
 from paceline.reports.tables import Column, fit_table
 from paceline.system.terminal import fold, loss_text, printable, seconds_text
 
@@ -136,7 +136,8 @@ def findings(status: RunStatus, found: Sequence[Straggler]) -> list[str]:
         lines.append(f"nothing was written for {seconds_text(quiet)}: {what}")
     if not lines and sum(worker.step_seconds is not None for worker in status.workers) > 1:
         slow = f"{SLOW_THRESHOLD:g} times as long as the others"
-        lines.append(f"no stragglers: no worker loses {100 * MIN_SHARE:.0f} % of its time by taking {slow}")
+        least = f"{100 * MIN_SHARE:.0f} % of its time and {MIN_SECONDS:g} s"
+        lines.append(f"no stragglers: no worker loses {least} by taking {slow}")
     return lines
 
 
