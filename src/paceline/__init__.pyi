@@ -172,7 +172,7 @@ def train(
     capture: capture the step as a CUDA graph; needs --device cuda
     channels_last: store images channels last (default: with bf16 on cuda)
     accumulate: compute each batch in this many parts, one by one, to save memory
-    delay: slow workers down on purpose: 30ms or normal:60ms,5ms for all, 30ms@1,3 for workers 1 and 3; may be
+    delay: slow workers down: 30ms or normal:60ms,5ms for all, 30ms@1,3 for workers 1 and 3, which wins; may be
         repeated
     faults: TOML file of faults to inject: crash, pause, slow and others
     checkpoint_every: seconds between checkpoints

@@ -207,7 +207,7 @@ class RunConfig:
     accumulate: int = _machine(1, "compute each batch in this many parts, one by one, to save memory", _at_least_one)
     delay: list[str] | None = _machine(
         None,
-        "slow workers down on purpose: 30ms or normal:60ms,5ms for all, 30ms@1,3 for workers 1 and 3; may be repeated",
+        "slow workers down: 30ms or normal:60ms,5ms for all, 30ms@1,3 for workers 1 and 3, which wins; may be repeated",
         metavar="TIME[@WORKERS]",
     )
     faults: str | None = _cluster(None, "TOML file of faults to inject: crash, pause, slow and others", metavar="FILE")

@@ -173,7 +173,9 @@ def test_a_simulated_run_names_its_slow_worker_and_its_paused_one(tmp_path: Path
 
 
 def worker(number: int, step: float, send: float | None = None, state: str = "live") -> WorkerStatus:
-    return WorkerStatus(number, state, {}, step, send, steps=10)
+    whole = step + (send or 0.0)
+    shares = {"computing": step / whole, "sending": (send or 0.0) / whole}
+    return WorkerStatus(number, state, shares, step, send, steps=1000)
 
 
 @given(st.lists(st.floats(0.01, 0.0149), min_size=1, max_size=20), st.floats(1.0, 10.0))
@@ -185,6 +187,49 @@ def test_a_step_is_slow_from_one_and_a_half_times_the_median_of_the_others_on(
     crew = [worker(number, step) for number, step in enumerate(others, start=1)]
     found = stragglers([worker(0, usual * times), *crew])
     assert [one.worker for one in found] == ([0] if usual * times >= SLOW_THRESHOLD * usual else [])
+
+
+def columns(steps: list[int], computing: list[float], server: list[float], **more: Any) -> dict[str, Any]:
+    """A `workers` row with the totals that a real run wrote."""
+    return workers_row(8.4, ["done"] * len(steps), computing, steps, server=server, **more)
+
+
+def test_a_worker_that_was_slow_in_most_of_an_ended_run_is_named_with_the_step_of_the_whole_run() -> None:
+    """A real run: worker 1 was six times slower for the first 5 s of 8.6."""
+    row = columns([576, 334, 592], [7.919, 7.845, 7.921], [0.719, 0.798, 0.727], step=[0.0154, 0.0134, 0.0148])
+    found = workers_of(row)
+    assert [round(one.step_seconds or 0.0, 4) for one in found] == [0.0137, 0.0235, 0.0134]
+    assert [(one.worker, one.cause) for one in stragglers(found)] == [(1, "compute")]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        columns([125] * 3, [0.724, 0.812, 0.682], [1.98, 1.908, 2.069], step=[0.0033, 0.0059, 0.0035]),
+        columns([753, 753, 750, 753], [12.13, 12.59, 13.31, 11.6], [6, 6, 5, 7], step=[0.013, 0.01, 0.024, 0.019]),
+        columns(
+            [334, 278, 291, 228], [1.52, 1.55, 1.51, 1.34], [2.2, 2.2, 2.3, 2.4], step=[0.003, 0.005, 0.003, 0.003]
+        ),
+        columns([60, 60], [0.685, 0.374], [0.166, 0.323], step=[0.0041, 0.0034]),
+        columns([1250] * 2, [3.0, 5.0], [97.0, 95.0]),
+        columns([50] * 2, [1.0, 21.0], [1.0, 1.0], longest=[0.03, 20.02]),
+    ],
+    ids=["sync", "bounded:3", "async", "a short run", "a small part of the time", "one pause"],
+)
+def test_equal_workers_are_not_accused(row: dict[str, Any]) -> None:
+    """The first four are real runs of equal workers on a busy machine."""
+    assert stragglers(workers_of(row)) == []
+
+
+def test_a_pause_before_the_period_leaves_the_step_of_the_period_alone() -> None:
+    early = columns([10, 10], [0.1, 20.1], [0.0, 0.0], longest=[0.01, 20.0])
+    late = columns([110, 110], [1.1, 21.1], [0.0, 0.0], longest=[0.02, 20.0])
+    assert [one.step_seconds for one in workers_of(late, early)] == pytest.approx([0.0099, 0.01], rel=0.01)
+
+
+def test_few_steps_are_enough_if_they_are_long() -> None:
+    row = columns([4, 4, 4], [12.0, 24.0, 12.0], [14.0, 2.0, 14.0])
+    assert [(one.worker, one.cause) for one in stragglers(workers_of(row))] == [(1, "compute")]
 
 
 def test_a_slow_link_is_told_from_slow_compute() -> None:

@@ -140,6 +140,17 @@ def test_the_best_run_is_chosen_on_one_kind_of_weights(tmp_path: Path, averaged:
 
 
 @needs_chromium
+def test_the_best_run_is_one_that_has_ended(tmp_path: Path) -> None:
+    """One that goes on has scored its averaged weights only, and shares no figure with the others."""
+    for name, score in (("one", 81.0), ("two", 83.0)):
+        folder = whole_run(tmp_path / "runs", name)
+        folder.write_result(result_of(folder, test_accuracy=score, average="none"))
+    with whole_run(tmp_path / "runs", "going", end=False, average="on").locked():
+        drawn = report(tmp_path)
+    assert "Best is two with 83.00 % test accuracy (live weights)" in drawn and 'class="badge running"' in drawn
+
+
+@needs_chromium
 def test_many_runs_have_short_names_a_choice_of_curves_and_one_axis_for_each_data_set(tmp_path: Path) -> None:
     """18 runs on one data set and one on another: four rows are folded away, and most curves are grey."""
     for number in range(18):
@@ -157,6 +168,8 @@ def test_many_runs_have_short_names_a_choice_of_curves_and_one_axis_for_each_dat
     assert "4 more</button>" in drawn
     headings = re.findall(r'<h3 class="group">([^<]*)', drawn)
     assert headings == ["fashion-mnist: 18 runs", "spirals:build: 1 run"]
+    above, below = drawn.split('id="curves"')
+    assert "runs have a colour in the charts" in below and "have a colour" not in above
     over_time = drawn.split("<strong>Over time</strong>")[1].split("</figure>")[0]
     assert over_time.count('class="line grey"') == 11 and over_time.count('class="line"') == 7
     assert "11 more" in over_time
@@ -312,7 +325,7 @@ def test_nothing_overlaps_and_every_run_has_its_own_mark(tmp_path: Path, width: 
         log_events(
             folder, *({"kind": "evaluation", "now": 4.0 + one, "samples": 99, **row} for one, row in enumerate(rows))
         )
-        scores = [50.0 + number] * 10
+        scores = [50.0 + number // 4] * 10
         folder.write_result(result_of(folder, weights="averaged", per_class_accuracy=scores))
     page = tmp_path / "report.html"
     assert main(["report", str(tmp_path / "runs"), "-o", str(page)]) == 0
@@ -328,6 +341,9 @@ def test_nothing_overlaps_and_every_run_has_its_own_mark(tmp_path: Path, width: 
         )
         marks = browser.evaluate(f"[...{legend}.querySelectorAll('.legend i')].map(e => e.getAttribute('style'))")
         assert len(marks) == len(set(marks)) == 12
+        boxes = browser.evaluate(f"[...{legend}.querySelectorAll('.dot')].map(e => e.getBoundingClientRect().toJSON())")
+        centres = {(round(box["x"] + box["width"] / 2), round(box["y"] + box["height"] / 2)) for box in boxes}
+        assert len(boxes) == len(centres) == 120, "no mark hides another"
         assert browser.complaints == []
 
 

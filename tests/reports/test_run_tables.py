@@ -334,6 +334,20 @@ def test_a_narrow_comparison_keeps_what_was_varied_and_how_fast_it_was(tmp_path:
     )
 
 
+def test_a_narrow_table_keeps_the_scores_of_the_weights_that_were_saved(tmp_path: Path) -> None:
+    """Of runs that average and of one that does not: each would have no score without its column."""
+    for name, strategy in (("classic-live", "classic"), ("async-averaged", "async"), ("bounded-averaged", "bounded:3")):
+        more = {"live_test_accuracy": 73.4, "weights": "averaged"} if strategy != "classic" else {"weights": "live"}
+        settings = {"strategy": strategy, "average": "on" if strategy != "classic" else "none"}
+        folder = RunFolder.create(RunConfig(runs=str(tmp_path), name=name, **settings))
+        folder.write_result(finished(74.9, rule_applied="foresight (step limited)", **more))
+    rows = choose(runs_in(tmp_path), [], "run")
+    for text in (compare(rows, 60), run_list(rows, 60)):
+        head = " ".join(text.splitlines()[0].split())
+        assert "test % live" in head and "test % avg" in head and "left out: " in text
+    assert "rule auto: foresight," in " ".join(compare(rows[:2], 400).split())
+
+
 def test_runs_without_an_accuracy_keep_their_loss(tmp_path: Path) -> None:
     for name in ("one", "two"):
         own_run(tmp_path, name, {f"metric{number}": 1.0 for number in range(4)}).write_result(

@@ -201,6 +201,9 @@ def test_dropped_pushes_and_pushes_of_unknown_size_are_called_what_they_are(tmp_
 def test_a_folder_is_never_written_over(tmp_path: Path) -> None:
     config = small_config(tmp_path, workers=2)
     folder = RunFolder.create(config)
+    with pytest.raises(UserError, match=r"exists already: choose another --name, or remove it$"):  # nothing to resume
+        RunFolder.create(config)
+    folder.checkpoints.mkdir()
     with pytest.raises(UserError, match="exists already: choose another --name, remove it, or 'paceline resume"):
         RunFolder.create(config)
     folder.write_result(result_of(folder))

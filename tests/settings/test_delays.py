@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from itertools import permutations
 
 import pytest
 
@@ -29,10 +30,23 @@ def test_times_and_their_units(text: str, seconds: float) -> None:
     assert delays_of(RunConfig(delay=[text], workers=1)) == {0: Delay(pytest.approx(seconds))}  # type: ignore[arg-type]
 
 
-def test_a_delay_is_for_everybody_or_for_those_named_and_the_last_one_wins() -> None:
-    assert delays_of(RunConfig(delay=["10ms", "20ms@0,2", "30ms@2"], workers=4)) == {
-        0: Delay(0.02), 1: Delay(0.01), 2: Delay(0.03), 3: Delay(0.01),
+@pytest.mark.parametrize("texts", list(permutations(["10ms", "20ms@0,2", "30ms@3"])))
+def test_a_delay_of_named_workers_wins_over_that_of_all_in_any_order(texts: tuple[str, ...]) -> None:
+    assert delays_of(RunConfig(delay=list(texts), workers=4)) == {
+        0: Delay(0.02), 1: Delay(0.01), 2: Delay(0.02), 3: Delay(0.03),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("texts", "whose"),
+    [(["10ms", "20ms"], "all workers"), (["10ms@1,2", "5ms", "20ms@2"], "worker 2"), (["1ms@2,2"], "worker 2")],
+)
+def test_two_delays_of_the_same_workers_are_refused(texts: list[str], whose: str) -> None:
+    with pytest.raises(UserError, match=f"are both for {whose}: leave one out"):
+        delays_of(RunConfig(delay=texts, workers=4))
+
+
+def test_a_delay_is_for_everybody_or_for_those_named() -> None:
     assert delays_of(RunConfig(delay=["20ms@3"], workers=4)) == {3: Delay(0.02)}
     assert delays_of(RunConfig(delay=[], workers=4)) == {}
 

@@ -23,7 +23,7 @@ from paceline.settings.strategies import worth_comparing
 from paceline.simulation.cluster import cluster_of
 from paceline.simulation.forecast import Forecast, forecast
 from paceline.studies import plan
-from paceline.studies.plan import LOCAL_STEPS, choose, make_plan, probe, sizes
+from paceline.studies.plan import LOCAL_STEPS, choose, make_plan, plan_lines, probe, sizes
 from paceline.transports.protocol import Timing
 
 
@@ -210,3 +210,51 @@ def test_a_machine_that_is_probed_twice_gets_its_notes_once(tmp_path: Path, monk
     with Console(said) as console:
         probe(RunConfig(), console, tmp_path)
     assert len(steps) == 2 and said.getvalue() == "using the built-in sample\n"
+
+
+def test_a_probe_that_is_interrupted_ends_the_plan_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders: list[Path] = []
+
+    def train(config: RunConfig, console: Console, rank: object) -> tuple[RunFolder, dict[str, Any]]:
+        folders.append(Path(config.runs))
+        console.report({"kind": "stopping", "reason": "interrupted"})
+        return RunFolder(Path(config.runs)), {"train_seconds": 9.0, "reason": "interrupted"}
+
+    monkeypatch.setattr(plan, "train", train)
+    monkeypatch.setattr("os.getloadavg", lambda: (64.0, 0.0, 0.0))
+    monkeypatch.setattr("paceline.system.cpu.cores", lambda: 2)
+    assert main(["plan", "--dataset", "fashion-mnist-sample", "--workers", "2"]) == 130
+    out, error = capsys.readouterr()
+    assert out == "" and len(folders) == 1 and not folders[0].exists()
+    busy = "the load is 64.0 on 2 cores: another program is running, so timings will be off"
+    said = [line for line in error.splitlines() if "built-in sample" not in line]
+    assert said == [busy, "probing this machine with two workers for a few seconds", "paceline: interrupted"]
+
+
+@pytest.mark.parametrize(
+    "asked", [["--speeds", "100ms"], ["--speeds", "100ms", "--parameters", "25M", "--link", "1gbit,0.2ms"]]
+)
+def test_a_plan_of_stated_figures_names_no_model_or_data_that_it_does_not_know(
+    capsys: pytest.CaptureFixture[str], asked: list[str]
+) -> None:
+    assert main(["plan", *asked, "--workers", "4", "--steps", "20000"]) == 0
+    out = capsys.readouterr().out
+    command = out.rpartition("\npaceline train")[2]
+    assert "--steps 20000" in command and " ...\n" in command and "your model and data, as --task" in command
+    assert "fashion" not in out and "lenet" not in out
+
+
+def test_a_narrow_plan_names_the_columns_it_leaves_out_and_explains_no_others() -> None:
+    found = plan.Plan([cell("async", 2, 95.0)], cell("async", 2, 95.0), "use it", "paceline train")
+    lines = "\n".join(plan_lines(found, 60)).replace("\n", " ")
+    assert "left out: " in lines and "computing: " not in lines and "times: " in lines
+    assert "computing: " in (wide := "\n".join(plan_lines(found))) and "left out" not in wide
+
+
+def test_one_worker_has_no_exchange_with_itself(tmp_path: Path) -> None:
+    """Only the update takes time beside the steps."""
+    like = str(recorded(tmp_path, 200))
+    alone = forecast(resolve(RunConfig(strategy="classic", like=like, batch_size=1)), one_vector(1000))
+    assert alone.computing == pytest.approx(0.004 / 0.0043, rel=0.01)

@@ -33,6 +33,7 @@ class WorkerStatus:
     state: str  # live, held (by the server), draining, paused, stalled, lost, awaited, drained or done
     shares: dict[str, float] = field(default_factory=dict)  # shares of its time, by part
     step_seconds: float | None = None
+    """Mean over the period of all figures, without the longest push: one pause makes no worker slow."""
     sending_seconds: float | None = None  # seconds per push
     steps: int = 0  # number of steps behind the shares and seconds
     pushes: int | None = None
@@ -203,7 +204,7 @@ def workers_of_result(result: Row | None) -> list[WorkerStatus]:
 
 def is_whole(row: Row) -> bool:
     """Return whether all columns are present, with one value per worker."""
-    columns = [row.get(name) for name in COLUMNS] + [row[name] for name in (*PARTS, "step", "send") if name in row]
+    columns = [row.get(name) for name in COLUMNS] + [row[name] for name in (*PARTS, "longest", "send") if name in row]
     return all(isinstance(column, list) and len(column) == len(columns[0] or ()) for column in columns)
 
 
@@ -221,14 +222,16 @@ def workers_of(row: Row, since: Row | None = None) -> list[WorkerStatus]:
     for place, worker in enumerate(row["worker"]):
         seconds = {part: grown(part, place) for part in parts}
         steps, whole = int(grown("steps", place)), sum(seconds.values())
+        pushes, sent = grown("pushes", place), seconds.get("sending")
+        longest = row["longest"][place] if "longest" in row and grown("longest", place) else 0.0
         silent, normal = {**row.get("paused", {}), **row.get("stalled", {})}.get(str(worker), (None, None))
         found.append(
             WorkerStatus(
                 worker,
                 row["state"][place],
                 {part: round(value / whole, 4) for part, value in seconds.items()} if whole else {},
-                _typical(row, "step", place, seconds.get("computing"), steps),
-                _typical(row, "send", place, seconds.get("sending"), grown("pushes", place)),
+                _per_step(seconds.get("computing"), longest, pushes, steps),
+                min([sent / pushes, *row.get("send", [])[place : place + 1]]) if sent is not None and pushes else None,
                 steps,
                 row["pushes"][place],
                 row["staleness"][place],
@@ -240,8 +243,13 @@ def workers_of(row: Row, since: Row | None = None) -> list[WorkerStatus]:
     return found
 
 
-def _typical(row: Row, name: str, place: int, seconds: float | None, count: float) -> float | None:
-    """Return the median from the row if it has one, else the mean."""
-    if not count or seconds is None:
+def _per_step(computing: float | None, longest: float, pushes: float, steps: int) -> float | None:
+    """Return the mean seconds of a step without the longest push, which may be a pause.
+
+    >>> _per_step(computing=25.0, longest=20.0, pushes=6, steps=12)
+    0.5
+    """
+    if computing is None or not steps:
         return None
-    return float(row[name][place]) if name in row else seconds / count
+    others = max(0.0, computing - longest) * pushes / (pushes - 1) if longest and pushes > 1 else computing
+    return others / steps

@@ -12,7 +12,8 @@ SLOW_THRESHOLD = 1.5  # A worker is slow if it takes this many times the median 
 MIN_STEPS = 3
 GONE = ("paused", "stalled", "lost")
 DRAINED = "drained"  # it left by request: it delays nobody, and its figures end before those of the others
-MIN_LINK_SHARE = 0.1  # A link is reported if its excess over the others is at least this share of the worker's time
+MIN_SHARE, MIN_SECONDS = 0.1, 0.5
+"""A worker is reported if its excess over the others is at least this share of its whole time, and so many seconds."""
 
 
 @dataclass(frozen=True)
@@ -29,38 +30,35 @@ class Straggler:
         """How many times slower than usual."""
         return self.seconds / self.usual if self.seconds is not None and self.usual else None
 
-    @property
-    def excess(self) -> float:
-        """Seconds above usual."""
-        return (self.seconds or 0.0) - (self.usual or 0.0)
-
 
 def stragglers(workers: Sequence[WorkerStatus]) -> list[Straggler]:
     """Return every worker that is paused, stalled, lost, or slower than the others; the worst first.
 
-    >>> [found.cause for found in stragglers([WorkerStatus(n, "live", {}, 1.0 + n, steps=9) for n in (0, 0, 1)])]
+    >>> busy = {"computing": 1.0}
+    >>> [found.cause for found in stragglers([WorkerStatus(n, "live", busy, 1.0 + n, steps=9) for n in (0, 0, 1)])]
     ['compute']
     """
     gone = [worker for worker in workers if worker.state in GONE]
     missing = [Straggler(worker.worker, worker.state, worker.silent, worker.normal) for worker in gone]
     steady = [worker for worker in workers if worker.steps >= MIN_STEPS and worker.state not in (*GONE, DRAINED)]
-    slow = _slower("compute", [(worker, worker.step_seconds) for worker in steady])
-    spent = {worker.worker: (worker.step_seconds or 0.0) + (worker.sending_seconds or 0.0) for worker in steady}
-    for found in _slower("link", [(worker, worker.sending_seconds) for worker in steady]):
-        if found.excess >= MIN_LINK_SHARE * spent[found.worker]:
-            slow.append(found)
+    slow = _slower("compute", "computing", [(worker, worker.step_seconds) for worker in steady])
+    slow += _slower("link", "sending", [(worker, worker.sending_seconds) for worker in steady])
     return missing + sorted(slow, key=lambda found: -(found.times or 0.0))
 
 
-def _slower(cause: str, measured: Sequence[tuple[WorkerStatus, float | None]]) -> list[Straggler]:
-    known = [(worker.worker, seconds) for worker, seconds in measured if seconds is not None]
+def _slower(cause: str, part: str, measured: Sequence[tuple[WorkerStatus, float | None]]) -> list[Straggler]:
+    """Return the workers that take longer than the others, if enough of their time goes there to be sure."""
+    known = [(worker, seconds) for worker, seconds in measured if seconds is not None]
     if len(known) < 2:
         return []
     ranked, found = sorted(seconds for _, seconds in known), []
     for worker, seconds in known:
         usual = _median_of_others(ranked, seconds)
-        if usual > 0 and seconds >= SLOW_THRESHOLD * usual:
-            found.append(Straggler(worker, cause, seconds, usual))
+        if not 0 < SLOW_THRESHOLD * usual <= seconds:
+            continue
+        share = worker.shares.get(part, 0.0) * (1 - usual / seconds)
+        if share >= MIN_SHARE and worker.steps * (seconds - usual) >= MIN_SECONDS:
+            found.append(Straggler(worker.worker, cause, seconds, usual))
     return found
 
 

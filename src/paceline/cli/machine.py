@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline.cli.arguments import Parser
 from paceline.errors import PacelineError, UserError
-from paceline.system.cpu import cores
+from paceline.system.cpu import busy_line, cores
 from paceline.system.environment import cpu_name, package_version
 from paceline.system.memory import available_memory
 from paceline.system.shared_segment import Segment
@@ -91,9 +91,8 @@ def _processor(found: MachineReport) -> None:
     limit = os.environ.get("OMP_NUM_THREADS")
     if limit is not None:
         found.advise(f"OMP_NUM_THREADS={limit} is set; workers set their own thread count (--threads) instead")
-    load = os.getloadavg()[0]
-    if load > 0.5 * num_cores:
-        found.advise(f"the load is {load:.1f} on {num_cores} cores: another program is running, so timings will be off")
+    if (busy := busy_line()) is not None:
+        found.advise(busy)
     steal = _steal_share()
     if steal > 0.02:
         found.advise(f"{100 * steal:.0f} % of the processor's time since boot was taken by other machines on this host")

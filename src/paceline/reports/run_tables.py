@@ -13,7 +13,7 @@ from paceline.analysis.listing import Row, value_of
 from paceline.analysis.naming import own_source
 from paceline.analysis.scored_weights import KINDS, SHORT, comparable
 from paceline.reports.status_table import MAX_LETTERS
-from paceline.reports.tables import Column, FittedTable, fitted_table, shortened
+from paceline.reports.tables import Column, FittedTable, fitted_table, left_out_lines, shortened
 from paceline.settings.stopping import BestMetric, is_lower_better
 from paceline.system.strict_json import is_number
 from paceline.system.terminal import fold, printable
@@ -84,7 +84,7 @@ def run_list(rows: list[Row], width: int, most: int | None = None) -> str:
         (Column("kind", 0), _kind),
         (Column("status", 0), _status),
         *(
-            (Column(one.head, 4 + (one.key in preferred)), lambda row, one=one: _number(row[one.key], one.form))
+            (Column(one.head, 4 + 2 * (one.key in preferred)), lambda row, one=one: _number(row[one.key], one.form))
             for one in figures
         ),
         *((Column(name, 3 if scored else 6), lambda row, name=name: _metric(row, name)) for name in metrics),
@@ -94,7 +94,7 @@ def run_list(rows: list[Row], width: int, most: int | None = None) -> str:
         columns = [(column, cell) for column, cell in columns if cell is not _kind]
     cells = [[cell(row) for _, cell in columns] for row in shown]
     (text, left_out), _ = _named_table([column for column, _ in columns], cells, shown, width)
-    lines = [text, *_left_out(left_out, width), *_cut(rows, shown, width), *_legend(text, shown, width)]
+    lines = [text, *left_out_lines(left_out, width), *_cut(rows, shown, width), *_legend(text, shown, width)]
     return "\n".join([*lines, *_problems(shown, width)])
 
 
@@ -152,9 +152,10 @@ def _group(rows: list[Row], width: int, most: int | None) -> str:
         for row in shown
     ]
     (text, left_out), names = _named_table(columns, cells, shown, width)
-    lines = [text, *_left_out(left_out, width), *_cut(rows, shown, width)]
+    lines = [text, *left_out_lines(left_out, width), *_cut(rows, shown, width)]
     if len(sound) > 1:
-        same = [f"{_flag(name)} {_setting(sound[0], name)}" for name in SHARED if name not in differ]
+        told = {name: _setting(sound[0], name) for name in SHARED if name not in differ}
+        same = [f"{_flag(name)} {_unqualified(value) if name == 'rule' else value}" for name, value in told.items()]
         same = [part for part in same if not part.endswith(" -")]
         same += [f"status {_status(rows[0])}"] if same_status else []
         lines += [fold(printable(f"same for all: {', '.join(same)}", MAX_LETTERS), width)] if same else []
@@ -174,9 +175,10 @@ def _group(rows: list[Row], width: int, most: int | None) -> str:
     return "\n".join(lines)
 
 
-def _preferred(rows: list[Row]) -> set[str | None]:
-    """Return the scores for the weights that all runs are compared by: their columns go last if space is short."""
-    return {comparable(rows, score) for score in ("test_accuracy", "test_loss")}
+def _preferred(rows: list[Row]) -> set[str]:
+    """Return the scores of the weights that runs scored and saved: their columns go last if space is short."""
+    scores = ("test_accuracy", "test_loss")
+    return {f"{row['weights']}_{score}" for row in rows for score in scores if row[score] is not None}
 
 
 def _is_sampled(row: Row) -> bool:
@@ -219,11 +221,6 @@ def _named_table(
         if not fitted.left_out and all(name in fitted.text for name in names.values()):
             break
     return fitted, names
-
-
-def _left_out(heads: list[str], width: int) -> list[str]:
-    more = "a wider terminal shows it" if len(heads) == 1 else "a wider terminal shows them"
-    return [fold(f"left out: {', '.join(heads)} ({more})", width)] if heads else []
 
 
 def _short_names(rows: list[Row]) -> dict[str, str]:

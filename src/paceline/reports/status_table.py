@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.analysis.status import ENDED, PARTS, RunStatus, WorkerStatus
-from paceline.analysis.stragglers import SLOW_THRESHOLD, Straggler, stragglers
+from paceline.analysis.stragglers import MIN_SECONDS, MIN_SHARE, SLOW_THRESHOLD, Straggler, stragglers
 from paceline.reports.tables import Column, fit_table
 from paceline.system.terminal import fold, loss_text, printable, seconds_text
 
@@ -43,8 +43,10 @@ def format_workers(status: RunStatus, width: int = 80, max_workers: int = MAX_WO
     if status.workers:
         found = stragglers(status.workers)
         shown = _select_workers(status.workers, found, max_workers)
-        over = f"over the last {seconds_text(status.span)} of training" if status.span is not None else None
-        parts.append(fold(f"each worker, {over or 'since the server started'}{_as_of(status)}:", width))
+        over = "since the server started"
+        if status.span is not None:
+            over = f"over the last {seconds_text(status.span)} of training (pushes and stale: {over})"
+        parts.append(fold(f"each worker, {over}{_as_of(status)}:", width))
         parts.append(worker_table(shown, width))
         if left := len(status.workers) - len(shown):
             more = f"and {left:,} more workers, none of them slower; 'paceline status --json' has all"
@@ -132,7 +134,9 @@ def findings(status: RunStatus, found: Sequence[Straggler]) -> list[str]:
         what = "the server is stopped, or the others of a ring wait for a stopped worker"
         lines.append(f"nothing was written for {seconds_text(quiet)}: {what}")
     if not lines and sum(worker.step_seconds is not None for worker in status.workers) > 1:
-        lines.append(f"no stragglers: no worker takes {SLOW_THRESHOLD:g} times as long as the others")
+        slow = f"{SLOW_THRESHOLD:g} times as long as the others"
+        least = f"{100 * MIN_SHARE:.0f} % of its time and {MIN_SECONDS:g} s"
+        lines.append(f"no stragglers: no worker loses {least} by taking {slow}")
     return lines
 
 

@@ -87,6 +87,12 @@ def fitted_table(
     return FittedTable(table([columns[place].head for place in kept], body), left_out)
 
 
+def left_out_lines(heads: list[str], width: int) -> list[str]:
+    """Return the line that names the columns that a table had no room for; none if it has all."""
+    more = "a wider terminal shows it" if len(heads) == 1 else "a wider terminal shows them"
+    return [fold(f"left out: {', '.join(heads)} ({more})", width)] if heads else []
+
+
 def shortened(text: str, room: int) -> str:
     """Return the text, with its middle replaced by an ellipsis if it is too long."""
     if len(text) <= room:

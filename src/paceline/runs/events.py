@@ -108,7 +108,7 @@ FIELD_TYPES: Mapping[str, TypeCheck] = {
     "factors": are_numbers_or_null,
 }
 """Types of the fields that readers use, in rows of every kind but those of KIND_TYPES; each may be null."""
-_SUMS = ("computing", "sending", "waiting", "server", "steps", "pushes", "step", "send")
+_SUMS = ("computing", "sending", "waiting", "server", "steps", "pushes", "longest", "step", "send")
 KIND_TYPES: Mapping[str, Mapping[str, TypeCheck]] = {
     "workers": {
         **dict.fromkeys(_SUMS, are_numbers),

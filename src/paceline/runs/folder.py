@@ -327,9 +327,8 @@ class RunFolder:
 
 def _import_phrase(kind: str, text: str) -> str:
     where, _, name = text.rpartition(":")
-    return (
-        f"import {kind} '{name}' from {where if where.endswith('.py') else f'module {where}, perhaps of {Path.cwd()}'}"
-    )
+    module = where if where.endswith(".py") else f"module {where}, perhaps of {Path.cwd()}"
+    return f"import {kind} '{name}' from {module}"
 
 
 def _exists_already(folder: RunFolder) -> UserError:

@@ -113,13 +113,14 @@ def delays_of(config: RunConfig, num_workers: int | None = None) -> Mapping[int,
 
 @cache
 def _parse_delays(texts: tuple[str, ...], num_workers: int) -> Mapping[int, Delay]:
-    """A later text wins over an earlier one.
+    """A delay for some workers wins over one for all, in either order; a worker has one of each at most.
 
     >>> _parse_delays(("30ms", "normal:60ms,5ms@1"), 2)
     {0: Delay(mean=0.03, deviation=0.0), 1: Delay(mean=0.06, deviation=0.005)}
     """
     delays: dict[int, Delay] = {}
-    for text in texts:
+    origin: dict[int, str] = {}  # by worker, the text that gave its delay
+    for text in sorted(texts, key=lambda text: "@" in text):
         amount, at, names = text.partition("@")
         kind, colon, times = amount.partition(":")
         if not colon:
@@ -132,7 +133,11 @@ def _parse_delays(texts: tuple[str, ...], num_workers: int) -> Mapping[int, Dela
         for name in names.split(",") if at else map(str, range(num_workers)):
             if not name.strip().isdecimal() or int(name) >= num_workers:
                 raise UserError(f"--delay '{text}': no worker '{name}', there are 0 to {num_workers - 1}")
-            delays[int(name)] = delay
+            before = origin.get(int(name))
+            if before is not None and ("@" in before) == bool(at):
+                both = f"worker {int(name)}" if at else "all workers"
+                raise UserError(f"--delay '{before}' and --delay '{text}' are both for {both}: leave one out")
+            delays[int(name)], origin[int(name)] = delay, text
     return delays
 
 

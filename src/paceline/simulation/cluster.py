@@ -9,7 +9,7 @@ from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.settings.fault_table import Fault
 from paceline.settings.notation import delays_of, seconds
-from paceline.settings.strategies import on_ring, strategy_of
+from paceline.settings.strategies import moves_bytes, on_ring, strategy_of
 from paceline.simulation.network import parse_link
 from paceline.simulation.simulator import Cluster
 from paceline.simulation.step_times import StepTimeDistribution, StepTimes, parse_factors, parse_speeds
@@ -31,7 +31,7 @@ def cluster_of(config: RunConfig, num_parameters: int, faults: tuple[Fault, ...]
         StepTimes(step_times(config, like), config.seed),
         4 * num_parameters,
         link=link,
-        latency=like.latency if like is not None else 0.0,
+        latency=like.latency if like is not None and moves_bytes(config) else 0.0,
         ring=on_ring(config),
         steps_per_push=strategy_of(config).local_steps,
         by_speed=config.local_steps == "speed",

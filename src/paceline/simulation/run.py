@@ -199,9 +199,11 @@ def _time_shares(simulation: Simulation, number: int) -> TimeShares:
     worker, now = simulation.workers[number], simulation.queue.now
     sending = simulation.network.links[number].seconds_in_flight
     here = worker.present + (now - worker.joined_at if worker.instance is not None else 0.0)
-    computing = worker.computing + (now - worker.step_began if worker.step_began is not None else 0.0)
+    begun = now - worker.step_began if worker.step_began is not None else 0.0
+    computing, longest = worker.computing + begun, max(worker.longest, begun)
     step = median(worker.recent) if worker.recent else None
-    return TimeShares(computing, sending, max(0.0, here - computing - sending), steps=worker.num_steps, step=step)
+    waiting = max(0.0, here - computing - sending)
+    return TimeShares(computing, sending, waiting, steps=worker.num_steps, longest=longest, step=step)
 
 
 def _extra_results(simulation: Simulation, wall_seconds: float) -> dict[str, Any]:

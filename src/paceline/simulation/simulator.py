@@ -72,6 +72,7 @@ class SimulatedWorker:
     joined_at: float = 0.0
     present: float = 0.0
     computing: float = 0.0
+    longest: float = 0.0  # seconds of one push
     num_steps: int = 0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # seconds per step of the latest pushes
 
@@ -128,7 +129,8 @@ class Simulation:
                 worker.present += self.queue.now - worker.joined_at
                 worker.joined_at = self.queue.now
                 if worker.step_began is not None:
-                    worker.computing += self.queue.now - worker.step_began
+                    begun = self.queue.now - worker.step_began
+                    worker.computing, worker.longest = worker.computing + begun, max(worker.longest, begun)
                     worker.step_began = self.queue.now
         if self.num_running and not self.side.server.finished and not self.queue.stopped:
             raise Deadlock(f"at {self.queue.now:g} s, update {self.side.server.version}: all workers wait")
@@ -217,6 +219,7 @@ class Simulation:
         self.num_events += 1
         seconds = self.queue.now - worker.step_began
         worker.computing += seconds
+        worker.longest = max(worker.longest, seconds)
         worker.num_steps += worker.steps
         worker.seconds_per_step = seconds / worker.steps
         worker.recent.append(worker.seconds_per_step)

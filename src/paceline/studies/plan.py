@@ -20,23 +20,28 @@ from paceline.data.datasets import DATASETS, resolve_dataset
 from paceline.errors import DataError, UserError
 from paceline.launch import train
 from paceline.reports.console import Console
-from paceline.reports.tables import Column, fit_table
+from paceline.reports.tables import Column, fitted_table, left_out_lines
 from paceline.settings.ranks import rank_here
 from paceline.settings.resolve import resolve
 from paceline.settings.strategies import ASYNC, moves_bytes, on_star, strategy_of, worth_comparing
 from paceline.simulation.cluster import cluster_of
 from paceline.simulation.forecast import Forecast, forecast
-from paceline.system.cpu import cores
+from paceline.system.cpu import busy_line, cores
 from paceline.system.terminal import UNLIMITED_WIDTH, fold, fold_command
 
 PROBE_STEPS, PROBE_SECONDS = 120, 4.0
 LOCAL_STEPS = 16
 MAX_SCALE = 8  # at larger factors of the lr, runs of one lr and more seeds than not end at chance
 NEAR = 0.9  # prefer fewer workers, no local steps and the lr as it is, at or above this share of the best
-LEGEND = (
-    "count: the share of samples that bring as much as those of one worker, by a fit that is off by a factor of "
-    f"{FIT_ERROR:g} (docs/simulate.md); useful/s: samples/s times that; times: useful/s, of one worker's"
-)
+COUNT = "the share of samples that bring as much as those of one worker, by a fit that is off by a factor of"
+LEGEND = {
+    "count": f"{COUNT} {FIT_ERROR:g} (docs/simulate.md)",
+    "useful/s": "samples/s times the share that counts",
+    "times": "useful/s, of one worker's",
+    "computing": "share of the workers' time in steps; the rest is exchange, waiting and updates",
+}
+"""What columns mean."""
+YOURS = "...: your model and data, as --task FILE:FUNCTION, or as --model and --dataset"
 OF_THE_PLAN = ("strategy", "workers", "path", "local_steps", "outer_lr", "outer_momentum", "outer_warmup")
 """Settings that a plan chooses itself."""
 
@@ -51,14 +56,33 @@ class Plan:
     command: str
 
 
+class ProbeConsole(Console):
+    """The console of a probe, which forwards its rows; of a stop, which saves nothing here, it keeps the reason."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(quiet=True)
+        self._console = console
+
+    def report(self, row: dict[str, Any]) -> None:
+        if row["kind"] == "stopping":
+            self.stopping = row["reason"]
+        else:
+            self._console.report(row)
+
+    def note(self, text: str) -> None:
+        self._console.note(text)
+
+
 def probe(config: RunConfig, console: Console, folder: Path) -> Path:
     """Train for a few seconds on two processes and return the run's folder."""
     imagined: dict[str, Any] = {name: None for name in SIMULATED_ONLY if name != "timing_only"}
     trial = dataclasses.replace(config, **imagined, strategy=ASYNC, workers=2, threads=1, epoch_mode="shared")
     steps = PROBE_STEPS
     for name in ("short", "long"):
-        shown = console if name == "short" else Console(quiet=True)  # its notes are those of the short one
+        shown = ProbeConsole(console if name == "short" else Console(quiet=True))  # both have the same notes
         run, result = train(dataclasses.replace(trial, steps=steps, name=name, runs=str(folder)), shown, rank_here())
+        if shown.stopping is not None:
+            raise KeyboardInterrupt
         if result["train_seconds"] >= PROBE_SECONDS / 2:
             break
         steps = round(steps * PROBE_SECONDS / max(result["train_seconds"], 0.01))
@@ -80,17 +104,21 @@ def make_plan(config: RunConfig, console: Console) -> Plan:
         found = f"--speeds '{config.speeds}': a plan tries several numbers of workers"
         raise UserError(f"{found}; give one speed for all, as in 30ms")
     cluster_of(RunConfig(link=config.link, server_time=config.server_time), num_parameters=0)  # before the probe
+    asked = config
     with contextlib.suppress(DataError):  # a plan of stated speeds needs no data; only their number counts
         config, _ = resolve_dataset(config)
     if config.speeds is None and config.like is None:
         with tempfile.TemporaryDirectory() as temporary:
+            if (busy := busy_line()) is not None:
+                console.note(busy)
             console.note("probing this machine with two workers for a few seconds")
             measured = dataclasses.replace(config, like=str(probe(config, console, Path(temporary))))
             forecasts = _simulate_all(measured, console)
     else:
         forecasts = _simulate_all(config, console)
     choice, reason = choose(forecasts)
-    return Plan(forecasts, choice, reason, command(config, choice))
+    is_own = asked.speeds is not None or asked.parameters is not None
+    return Plan(forecasts, choice, reason, command(asked if is_own else config, choice))
 
 
 def _simulate_all(config: RunConfig, console: Console) -> list[Forecast]:
@@ -185,6 +213,8 @@ def _longer(one: Forecast) -> str:
 def command(config: RunConfig, choice: Forecast) -> str:
     """Return the command that trains as chosen, with the settings that the plan was asked about.
 
+    It ends in `...` for the model and the data if the plan was asked about times or a size without naming them.
+
     >>> from paceline.settings.strategies import SYNC
     >>> choice = Forecast(SYNC, 2.0, 2, 100.0, 0.9, 90.0, 0.0, 0.0, 1.0, 0.0)
     >>> command(RunConfig(model="cnn", speeds="30ms", lr=0.01), choice)
@@ -199,6 +229,8 @@ def command(config: RunConfig, choice: Forecast) -> str:
         values = value if isinstance(value := getattr(config, name), list) else [value]
         flag = "--" + name.replace("_", "-")
         words += [flag] if value is True else [word for value in values for word in (flag, str(value))]
+    is_own = config.speeds is not None or config.parameters is not None
+    words += ["..."] if is_own and not given(config, ("model", "dataset", "task")) else []
     return shlex.join(words)
 
 
@@ -218,11 +250,8 @@ def plan_lines(plan: Plan, width: int = UNLIMITED_WIDTH) -> list[str]:
         figures += [f"{100 * one.computing:.0f} %", f"{one.bytes_per_second / 1e6:,.1f}"]
         mark = "<- use this" if one is plan.choice else ""
         rows.append([f"{one.workers} x {one.strategy}{_longer(one)}", *figures, mark])
-    return [
-        fit_table([Column(*column) for column in HEAD.items()], rows, width, keep_empty=True),
-        fold(LEGEND, width),
-        "",
-        fold(plan.reason, width),
-        "",
-        fold_command(plan.command, width),
-    ]
+    text, left_out = fitted_table([Column(*column) for column in HEAD.items()], rows, width, keep_empty=True)
+    meanings = [f"{head}: {meaning}" for head, meaning in LEGEND.items() if head not in left_out]
+    lines = [text, *left_out_lines(left_out, width), fold("; ".join(meanings), width), "", fold(plan.reason, width), ""]
+    lines.append(fold_command(plan.command, width))
+    return [*lines, fold(YOURS, width)] if plan.command.endswith(" ...") else lines

@@ -12,6 +12,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def busy_line() -> str | None:
+    """Return a line that says that other programs use the cores; None if they are free."""
+    load, num_cores = os.getloadavg()[0], cores()
+    if load <= 0.5 * num_cores:
+        return None
+    return f"the load is {load:.1f} on {num_cores} cores: another program is running, so timings will be off"
+
+
 def let_threads_sleep() -> None:
     """Let OpenMP's threads sleep soon while they wait for each other, unless the environment decides.
 

@@ -56,6 +56,20 @@ class Histogram extends Figure {
 }
 
 const ROW = 22;
+const APART = 3; // pixels: marks that are closer hide each other and are spread over the height of the row
+
+// Return how far each mark of a row is moved down and its radius, so that none hides another; `places` are positions or null.
+function spread(places) {
+  const found = places.map(() => ({ down: 0, radius: 4.5 }));
+  const sorted = places.map((at, one) => [at, one]).filter(([at]) => at !== null).sort((a, b) => a[0] - b[0]);
+  for (let first = 0; first < sorted.length;) {
+    const group = sorted.slice(first).filter(([at]) => at - sorted[first][0] < APART);
+    const step = Math.min(7, (ROW - 10) / Math.max(1, group.length - 1));
+    group.forEach(([, one], rank) => { found[one] = { down: (rank - (group.length - 1) / 2) * step, radius: Math.min(4.5, Math.max(3, 0.75 * step)) }; });
+    first += group.length;
+  }
+  return found;
+}
 
 // Named rows with one mark per series; a bar if there is one series.
 class Rows extends Figure {
@@ -94,11 +108,13 @@ class Rows extends Figure {
 
   dots(grid, spec, row, middle, toX, box) {
     grid.append(svg("line", { class: "grid", x1: box.left, x2: box.right, y1: middle, y2: middle }));
+    const beside = spread(row.values.map((value) => (known(value) ? toX(value) : null)));
     row.values.forEach((value, place) => {
       if (!known(value)) return;
+      const [height, radius] = [middle + beside[place].down, beside[place].radius];
       const [corners, style] = [shapeOf(spec.numbers[place]), `fill:${colourOf(spec.numbers[place])}`];
-      const points = corners?.map(([left, top]) => `${toX(value) + 4.5 * left},${middle + 4.5 * top}`).join(" ");
-      grid.append(points ? svg("polygon", { points, class: "dot", style }) : svg("circle", { cx: toX(value), cy: middle, r: 4.5, class: "dot", style }));
+      const points = corners?.map(([left, top]) => `${toX(value) + radius * left},${height + radius * top}`).join(" ");
+      grid.append(points ? svg("polygon", { points, class: "dot", style }) : svg("circle", { cx: toX(value), cy: height, r: radius, class: "dot", style }));
     });
   }
 

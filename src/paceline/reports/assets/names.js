@@ -45,8 +45,9 @@ function differences(runs) {
   const readable = runs.filter((run) => Object.keys(run.compared).length);
   for (const name of Object.keys(readable[0]?.compared || {})) {
     const groups = new Map();
+    const write = name === "rule" ? shortRule(readable) : settingText;
     for (const run of readable) {
-      const value = settingText(settingOf(run, name));
+      const value = write(settingOf(run, name));
       if (!groups.has(value)) groups.set(value, []);
       groups.get(value).push(run);
     }
@@ -103,10 +104,17 @@ function isLoss(name) {
   return /loss|err|perplexity/i.test(name);
 }
 
+// Return the runs that can be the best: those with final figures if there are any. Early scores may be of other weights.
+function rankable(runs) {
+  const sound = runs.filter((run) => !FAILED.includes(run.status));
+  const over = sound.filter((run) => !run.going_on && !run.figures.scored_early);
+  return over.length ? over : sound;
+}
+
 // Return what runs of one data set are ranked by: {value(run), lowest, text(run), part}; null if they share no figure.
 // Validation data comes first if all have some. A regression has losses only. Own loops are ranked by what they report.
 function rankingOf(runs) {
-  const ended = runs.filter((run) => !FAILED.includes(run.status));
+  const ended = rankable(runs);
   const what = scoreOf(ended);
   const scored = ended.filter((run) => known(run.figures[`test_${what}`]));
   for (const part of ["validation", "test"]) {
@@ -139,6 +147,6 @@ function fromTheBest(runs) {
 // Return the runs of one data set from the best to the worst; unscored and failed ones are left out.
 function ranked(runs, ranking = rankingOf(runs)) {
   if (!ranking) return [];
-  const found = runs.filter((run) => known(ranking.value(run)) && !FAILED.includes(run.status));
+  const found = rankable(runs).filter((run) => known(ranking.value(run)));
   return found.sort((a, b) => (ranking.lowest ? 1 : -1) * (ranking.value(a) - ranking.value(b)));
 }

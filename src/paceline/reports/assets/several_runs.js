@@ -17,12 +17,12 @@ class SeveralRuns {
     this.notes = el("ul", { class: "notes", hidden: true });
     top.append(this.verdict, this.notes);
     const all = section(top, "All runs", "all-runs");
-    this.hint = el("p", { class: "findings hint" });
-    all.append(this.hint);
     this.table = new SortedTable(all, [], { caption: "Runs", falling: true, most: MAX_ROWS });
     this.others = el("p", { class: "findings" });
     all.append(this.others);
     const curves = section(parent, "Training curves", "curves");
+    this.hint = el("p", { class: "findings hint" });
+    curves.append(this.hint);
     this.metric = new Choice(curves, "what is drawn", [], () => this.update(this.runs));
     this.box = el("div");
     curves.append(this.box);
@@ -66,7 +66,7 @@ class SeveralRuns {
     const all = el("button", { type: "button", class: "plain", onclick: () => this.switchAll(true) }, "colour all");
     const none = el("button", { type: "button", class: "plain", onclick: () => this.switchAll(false) }, "none");
     const preset = el("button", { type: "button", class: "plain", onclick: () => { this.switched.clear(); this.update(this.runs); } }, "best and some of the rest");
-    drawOnce(this.hint, [text], () => this.hint.replaceChildren(...(many ? [`${text} Click a line sample in the table to change that, or: `, all, ", ", none, ", ", preset, "."] : [])));
+    drawOnce(this.hint, [text], () => this.hint.replaceChildren(...(many ? [`${text} Click a line sample in the table of all runs to change that, or: `, all, ", ", none, ", ", preset, "."] : [])));
     this.hint.hidden = !many;
   }
 
@@ -259,5 +259,5 @@ function bestSentence(runs, where) {
     const time = tied.length === 1 && known(best.figures.seconds) ? ` in ${clock(best.figures.seconds)} of ${timeLabel(best) === "virtual time" ? "virtual time" : "training"}` : "";
     return `Best${where} ${tied.length === 1 ? "is" : "are"} ${listOf(tied.map((run) => run.short))} with ${ranking.text(best)}${time}${chosen}.`;
   }
-  return runs.some((run) => known(run.figures[`test_${scoreOf(runs)}`]) && !FAILED.includes(run.status)) ? `No best run${where}: some were scored on live weights only, others on averaged weights only.` : "";
+  return rankable(runs).some((run) => known(run.figures[`test_${scoreOf(runs)}`])) ? `No best run${where}: some were scored on live weights only, others on averaged weights only.` : "";
 }

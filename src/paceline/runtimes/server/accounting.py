@@ -28,7 +28,8 @@ class TimeShares(NamedTuple):
     waiting: float | None = None  # for other workers: the server held the reply back
     server: float | None = None  # while the server handled its pushes
     steps: int | None = None
-    step: float | None = None  # median seconds of its latest steps: one pause does not make a worker slow
+    longest: float | None = None  # seconds that it computed for one push: may be a pause
+    step: float | None = None  # median seconds of its latest steps
     send: float | None = None  # median seconds that a push and its reply are under way
 
 
@@ -178,7 +179,8 @@ class TimeAccounting:
         if self._way == "sending":
             latest = zip(reversed(report.recent), reversed(account.held), strict=False)
             parts["send"] = median([max(0.0, waited - held) for (_, waited), held in latest] or [0.0])
-        return TimeShares(**{"computing": report.computing, **parts}, steps=report.steps, step=step)
+        parts = {"computing": report.computing, **parts}
+        return TimeShares(**parts, steps=report.steps, longest=report.longest, step=step)
 
     def row(self, server: Server, now: float) -> dict[str, Any]:
         """The fields of a `workers` event: columns, one value a worker; sums since this server began.

@@ -23,6 +23,7 @@ class WorkerReport(NamedTuple):
     computing: float
     waited: float
     steps: int
+    longest: float  # seconds that it computed for one push
     recent: tuple[tuple[float, float], ...]  # of its latest pushes: seconds of a step, and of the wait before it
 
 
@@ -33,7 +34,7 @@ class RecentSteps:
         self.kept: deque[Timing] = deque(maxlen=KEPT)
         self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
         self.pushes = self.steps = 0
-        self.computing = self.waiting = 0.0
+        self.computing = self.longest = self.waiting = 0.0
 
     def row(self) -> dict[str, Any]:
         """Seconds of a step and of an exchange, and the quantiles of a step's processor time over its mean."""
@@ -67,6 +68,7 @@ class TimingCollector:
         times.pushes += 1
         times.steps += steps
         times.computing += timing.wall
+        times.longest = max(times.longest, timing.wall)
         times.waiting += timing.waited
         times.recent.append((timing.wall / steps, timing.waited))
         if times.pushes > WARM_UP:
@@ -77,7 +79,7 @@ class TimingCollector:
         times = self._workers.get(worker)
         if times is None:
             return None
-        return WorkerReport(times.computing, times.waiting, times.steps, tuple(times.recent))
+        return WorkerReport(times.computing, times.waiting, times.steps, times.longest, tuple(times.recent))
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
