@@ -180,6 +180,8 @@ def require_numbers(epochs: Any, **counts: Any) -> None:
         is_number = isinstance(value, kind)
         if value is not None and not (is_number and value > 0):
             raise UserError(f"session.prepare(..., {name}={value!r}): give a positive {what}")
+    if epochs is not None and counts.get("steps") is not None:
+        raise UserError(f"session.prepare(..., epochs={epochs}, steps={counts['steps']}): leave out one of the two")
 
 
 Place: TypeAlias = tuple[tuple[int, int], ...]
