@@ -243,6 +243,7 @@ class ServedLoop:
     ) -> Reply:
         """Send what was collected, and load the next weights."""
         bound, before, env = self.bound, self._replies[number], self._env
+        bound.require_same_layers()
         says = self._says(number, flags)
         slot, named = bound.slot, (env.worker, env.incarnation, before.serial, before.serial)
         update = bound.compression.send(number, before.serial, skipped=weight == 0.0)
@@ -295,6 +296,7 @@ class ServedLoop:
         bound.record_inputs(False)
         if self.pushes:
             bound.require_unchanged()
+            bound.require_same_layers(at_once=True)
         bound.release()
         self._warn_of_changes()
         is_estimate = self.read(final=True)
