@@ -143,7 +143,8 @@ class WorkerFailures:
 def lost_server(what: str, folder: RunFolder, config: RunConfig) -> RunFailed:
     """The error for a server that is gone, and `what` became of it; the run can be resumed if training had begun."""
     if not folder.has_log:
-        return RunFailed(f"{what} before training began: see the lines above")
+        hint = "os._exit(...) in the task leaves none" if "exit code 0" in what else ""
+        return RunFailed(f"{what} before training began: see the lines above{'; ' * bool(hint)}{hint}")
     hint = folder.resume_hint(config)
     if is_script(config) and not config.durable:  # only the script can compute its pushes
         return ServerLost(what, hint, "pushes since its newest checkpoint are lost (--durable keeps them)")
