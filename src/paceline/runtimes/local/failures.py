@@ -21,6 +21,7 @@ SAME_SECONDS = 0.3  # how long to wait for other workers that fail in the same w
 NO_GROUP = (
     "; Paceline starts the workers and averages: leave out init_process_group, DistributedDataParallel and sampler"
 )
+NO_INPUT = "; workers have no standard input: give the script arguments"
 _GROUP_SIGNS = "environment variable RANK expected", "process group has not been initialized"
 _OURS = str(Path(__file__).parents[2])
 _FRAME = re.compile(r'^ +File "(.*?)", line (\d+)', re.MULTILINE)
@@ -54,6 +55,7 @@ def describe_exception(error: BaseException) -> RaisedException:
         what = _LAST_FRAME.split(inner)[-1].strip()
         place = _innermost([(name, int(line)) for name, line in _FRAME.findall(inner)]) or place
     text = f"{' '.join(what.split()).removesuffix(':')[:MAX_SAID]}{place}"
+    text += NO_INPUT if "EOF when reading a line" in what else ""
     text += NO_GROUP if any(sign in what for sign in _GROUP_SIGNS) else ""
     shown = "".join(traceback.format_exception(type(error), error, begin)) if not isinstance(error, SystemExit) else ""
     return RaisedException(text, (shown if shows_ours else _OUR_FRAME.sub("", shown))[-MAX_TRACEBACK:])

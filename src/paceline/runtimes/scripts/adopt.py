@@ -131,8 +131,8 @@ def sort_out(things: tuple[Any, ...]) -> UserObjects:
     schedulers = [thing for thing in things if isinstance(thing, SCHEDULERS)]
     data = [thing for thing in things if not isinstance(thing, (nn.Module, Optimizer, *SCHEDULERS))]
     if not models:
-        first = type(things[0]).__name__ if things else ""
-        raise UserError(f"session.prepare({first}, ...): the first thing is the model, an nn.Module")
+        given = f"{type(things[0]).__name__}, ..." if things else ""
+        raise UserError(f"session.prepare({given}): the first thing is the model, an nn.Module")
     for thing in data:
         if callable(getattr(thing, "step", None)):
             what = f"session.prepare(...): {type(thing).__name__} has a step() and is no torch optimizer or scheduler"
