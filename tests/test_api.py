@@ -126,3 +126,16 @@ def test_a_run_that_diverges_says_why(tmp_path: Path, capsys: pytest.CaptureFixt
     result = paceline.train(**kind, lr=1e30, steps=5, runs=tmp_path)
     assert result["status"] == "diverged"
     assert f"paceline: {result['reason']}" in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_interrupt_ends_a_script_without_a_traceback_and_can_be_caught(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.api._train", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        paceline.train(workers=2)
+    assert stop.value.code == 130 and isinstance(stop.value, KeyboardInterrupt)
+    assert capsys.readouterr().err == "paceline: interrupted\n"

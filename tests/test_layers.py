@@ -116,7 +116,7 @@ EDGES = {(module, name) for module, path in PLACED.items() for name in ours(path
 
 def test_the_parser_of_imports_sees_what_is_there() -> None:
     assert "core.schedules" in {name for module, name in EDGES if room(module) == "core"}
-    assert ("launch", "runtimes.local.supervisor") in EDGES, "lazy imports count too"
+    assert ("launch", "runtimes.local.run") in EDGES, "lazy imports count too"
     assert len(EDGES) > 1000
 
 
@@ -169,7 +169,7 @@ def test_core_and_codecs_draw_no_random_tensor(word: str) -> None:
         "paceline",
         "paceline.cli.main",
         "paceline.launch",
-        "paceline.runtimes.local.supervisor",
+        "paceline.runtimes.local.run",
         "paceline.assembly.core",
         "paceline.settings.resolve",
         "paceline.settings.strategies",

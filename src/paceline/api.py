@@ -15,7 +15,7 @@ from torch import nn
 
 from paceline.analysis.statistics import FAILED
 from paceline.config import FIELDS, SIMULATED_ONLY, RunConfig
-from paceline.errors import PacelineError, UserError, unknown_name
+from paceline.errors import Interrupted, PacelineError, UserError, unknown_name
 from paceline.launch import train as launch
 from paceline.reports.console import Console
 from paceline.settings.features import require_effect
@@ -25,6 +25,10 @@ from paceline.settings.resolve import OPTIMIZERS
 from paceline.settings.stopping import why_missed
 from paceline.settings.strategies import in_this_process
 from paceline.tasks.supervised import SupervisedTask
+
+
+class TrainingInterrupted(SystemExit, KeyboardInterrupt):
+    """Ends a script whose training Ctrl-C has ended unsaved, without a traceback; it can be caught as that."""
 
 
 def train(
@@ -42,6 +46,9 @@ def train(
     """
     try:
         return _train(build, quiet, settings)
+    except (KeyboardInterrupt, Interrupted) as error:
+        print(f"paceline: {str(error) or 'interrupted'}", file=sys.stderr)
+        raise TrainingInterrupted(130) from None
     except PacelineError as error:
         # The message says it all; our own frames would bury it.
         raise error.with_traceback(None) from error.__cause__

@@ -134,7 +134,7 @@ def _run(
         from paceline.runtimes.local.in_process import train_in_process
 
         return train_in_process(config, folder, location, report, incarnation)
-    from paceline.runtimes.local.supervisor import train_on_processes
+    from paceline.runtimes.local.run import train_on_processes
 
     with forks:  # all processes end before the folder is unlocked or removed
         return train_on_processes(config, folder, location, forks, report, incarnation, faults)

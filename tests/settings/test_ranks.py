@@ -6,9 +6,10 @@ import os
 
 import pytest
 
+from paceline import join
 from paceline.config import RunConfig
 from paceline.errors import UserError
-from paceline.settings.ranks import SLURM_VARIABLES, VARIABLES, Rank, config_of, hide_launcher, rank_here
+from paceline.settings.ranks import SLURM_VARIABLES, VARIABLES, Rank, config_of, hide_launcher, rank_here, require_alone
 
 STEP = {
     "SLURM_PROCID": "3",
@@ -119,3 +120,27 @@ def test_a_script_does_not_see_that_a_launcher_started_it(monkeypatch: pytest.Mo
     hide_launcher()
     assert os.environ == kept
     assert rank_here() is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "torchrun started 2 processes of"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, "srun started 4 processes of"),
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, "mpirun started 3 processes of"),
+    ],
+)
+def test_a_script_that_a_launcher_starts_several_times_does_not_train_alone(
+    variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "environ", variables)
+    with pytest.raises(SystemExit) as stop:
+        join()
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line and "'paceline run -n" in line
+
+
+def test_a_script_that_a_launcher_starts_once_may_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "1"})
+    require_alone()

@@ -14,8 +14,8 @@ from paceline.config import RunConfig
 from paceline.errors import UserError
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.local.process_plan import ProcessPlan
-from paceline.runtimes.local.supervisor import run_local
-from paceline.runtimes.server.service import SupervisorChannel
+from paceline.runtimes.local.run import run_local
+from paceline.runtimes.server.runtime import SupervisorChannel
 
 MESSAGE = r"the workers need more open files than the limit of \d+ per process: start fewer, or raise .*ulimit -n"
 

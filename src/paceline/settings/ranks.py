@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from paceline.config import RunConfig
 from paceline.errors import UserError
@@ -24,6 +26,12 @@ HIDDEN_VARIABLES = (
     *("SLURM_NPROCS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
 )
 """What launchers tell a process about its rank, besides TORCHELASTIC_*. A script that sees it starts DDP by itself."""
+SIZES = {
+    "WORLD_SIZE": ("torchrun", "torchrun ... -m "),
+    "SLURM_STEP_NUM_TASKS": ("srun", "srun "),
+    "OMPI_COMM_WORLD_SIZE": ("mpirun", None),
+}
+"""How many processes a launcher has started, by its variable; and how it starts `paceline run`, if it can."""
 FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below the ports that Linux gives to outgoing connections
 
 
@@ -60,6 +68,19 @@ def rank_here() -> Rank | None:
     if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         return _checked(_of_slurm, SLURM_VARIABLES)
     return None  # a batch script has SLURM_PROCID and SLURM_NTASKS too, but is no step of several tasks
+
+
+def require_alone() -> None:
+    """Exit with code 2 and one line if a launcher started several processes of a script: each would train alone."""
+    script = Path(sys.argv[0]).name
+    for name, (launcher, start) in SIZES.items():
+        count = os.environ.get(name, "")
+        if count.isdecimal() and int(count) > 1:
+            what = f"{launcher} started {count} processes of {script} ({name}={count})"
+            instead = f"'paceline run -n {count} {script}'"
+            instead += f" or '{start}paceline run {script}'" if start is not None else ""
+            print(f"paceline: {what}, and each would train a model of its own: use {instead}", file=sys.stderr)
+            raise SystemExit(2)
 
 
 def hide_launcher() -> None:

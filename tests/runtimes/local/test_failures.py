@@ -45,6 +45,7 @@ def test_a_traceback_begins_with_the_users_code(tmp_path: Path) -> None:
         ("import json\n\njson.loads('{')\n", "line 3)"),
         ("import sys\nsys.exit('giving up')\n", "sys.exit('giving up') (train.py, line 2)"),
         ("x = (\n", "(train.py, line 1)"),
+        ("raise EOFError('EOF when reading a line')", "; workers have no standard input: give the script arguments"),
         ("assert 1 == 2\n", "AssertionError (train.py, line 1)"),
     ],
 )

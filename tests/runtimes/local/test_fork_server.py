@@ -68,5 +68,5 @@ def test_a_task_that_exits_well_is_told_as_one_that_fails(
         notice = receive_row(ours)
     signal.set_wakeup_fd(wakeup)
     signal.signal(signal.SIGCHLD, before)
-    assert (notice is None) == (ends_with == 0)
-    assert notice is None or f"sys.exit({code})" in notice["text"]
+    assert notice is not None and (notice["kind"] == "returned") == (ends_with == 0)
+    assert not ends_with or f"sys.exit({code})" in notice["text"]

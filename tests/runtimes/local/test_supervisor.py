@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from paceline.config import RunConfig
-from paceline.errors import SERVER_GONE, RunFailed, UserError
+from paceline.errors import SERVER_GONE, Interrupted, RunFailed, UserError
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.local.failures import WorkerFailures
 from paceline.runtimes.local.restart import WorkerRestarts
 from paceline.runtimes.local.supervisor import ProcessPlan, Supervisor
 from paceline.system.strict_json import to_json
 
+GOES_ON = "the run goes on with 1, without its part of the data"
 EXITED, KILLED = 1 << 8, int(signal.SIGKILL)
 
 
@@ -41,6 +42,8 @@ class Bench:
         self._sockets = ours, self.forks, self.server, self.supervisor._control
         for pid, name in ((10, "server"), (20, "worker 0"), (21, "worker 1")):
             self.started(pid, name)
+        self.server.send(to_json({"kind": "serving"}).encode())
+        self.supervisor._hear_server_out()
         self.orders()
 
     def started(self, pid: int, name: str) -> None:
@@ -52,6 +55,8 @@ class Bench:
 
     def end(self, pid: int, status: int) -> list[tuple[str, int, int]]:
         """Let a process end; return the orders that the server gets: kind, worker, incarnation."""
+        if not status:
+            self.hear({"kind": "returned", "pid": pid})
         self.hear({"kind": "ended", "pid": pid, "status": status, "how": "as the test says"})
         return self.orders()
 
@@ -119,7 +124,7 @@ def test_the_exception_that_ended_a_worker_is_named(benches: list[Bench], tmp_pa
     benches.append(bench := Bench(tmp_path, 0, keep_going=True))
     bench.hear({"kind": "raised", "pid": 21, "text": "ValueError: no", "traceback": "..."})
     assert bench.end(21, EXITED) == []
-    assert bench.notes() == ["worker 1 was lost (as the test says, ValueError: no): the run goes on with 1"]
+    assert bench.notes() == [f"worker 1 was lost (as the test says, ValueError: no): {GOES_ON}"]
 
 
 def test_an_exception_in_a_worker_stops_the_server(benches: list[Bench], tmp_path: Path) -> None:
@@ -308,3 +313,39 @@ def test_words_of_the_server_that_were_read_at_the_end_of_a_worker_are_not_waite
     listening.join(10.0)
     assert not listening.is_alive(), "it waits for words that it has read"
     assert "a word" in bench.notes()
+
+
+def test_a_worker_whose_code_ends_its_process_without_an_error_is_named(benches: list[Bench], tmp_path: Path) -> None:
+    bench = make(benches, tmp_path, 0)
+    bench.hear({"kind": "ended", "pid": 21, "status": 0, "how": "exit code 0"})
+    assert bench.notes() == [f"worker 1 was lost (exit code 0): {GOES_ON}"]
+
+
+def test_a_script_that_crashes_after_its_training_fails_the_command(benches: list[Bench], tmp_path: Path) -> None:
+    bench = make(benches, tmp_path, 0, task="script:loop")
+    bench.server.send(to_json({"kind": "ending"}).encode())
+    bench.hear({"kind": "ended", "pid": 20, "status": 0, "how": "exit code 0"})
+    assert not bench.supervisor._failures, "a script may end by os._exit(0)"
+    bench.hear({"kind": "ended", "pid": 21, "status": EXITED, "how": "exit code 1"})
+    assert bench.supervisor._failures.line == "worker 1 of 2: exit code 1 after its training" and not bench.notes()
+
+
+def test_an_interrupt_before_the_server_is_there_does_not_wait_for_it(benches: list[Bench], tmp_path: Path) -> None:
+    """It may hang in the import of a task."""
+    bench = make(benches, tmp_path, 0)
+    bench.supervisor._stages.clear()
+    with pytest.raises(Interrupted, match=r"^interrupted, before training began: nothing was trained$"):
+        with bench.supervisor._signals():
+            signal.raise_signal(signal.SIGINT)
+    assert not bench.orders()
+
+
+def test_a_server_that_is_not_there_in_time_is_named_once(
+    benches: list[Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.runtimes.local.supervisor.ABSENT_SECONDS", 0.0)
+    bench = make(benches, tmp_path, 0)
+    bench.supervisor._stages.clear()
+    for _ in range(2):
+        bench.supervisor._wait(0.0)
+    assert [text[:35] for text in bench.notes()] == ["the server is not ready after 0 s: "]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +23,10 @@ from paceline.core.server import Roster, Server
 from paceline.errors import Interrupted
 from paceline.interfaces import pack
 from paceline.runs.result import trained_tensors
-from paceline.runtimes.scripts.serving.requests import FinalStatistics
+from paceline.runtimes.scripts.serving import server
+from paceline.runtimes.scripts.serving.requests import FinalStatistics, LoopRequests
 from paceline.runtimes.scripts.serving.server import _gather
-from paceline.runtimes.server.service import SupervisorChannel
+from paceline.runtimes.server.runtime import SupervisorChannel
 from paceline.tasks.script_model import ScriptModel
 from paceline.transports.shared_memory import SharedBuffers, SharedMemoryClient, SharedMemoryPeer, channel
 
@@ -77,8 +80,8 @@ def server_of(model: ScriptModel, averaged: bool) -> Server:
 @pytest.mark.parametrize("averaged", [True, False])
 def test_estimates_are_merged_by_samples_over_those_who_are_there(workers: list[Worker], averaged: bool) -> None:
     model = ScriptModel(LAYOUT.to_rows(), STATE.to_rows())
-    server = server_of(model, averaged)
-    statistics = FinalStatistics(server, model)
+    trained = server_of(model, averaged)
+    statistics = FinalStatistics(trained, model)
     there = [workers[0].peer, workers[1].peer]  # worker 2 has died
     assert not statistics.all_came(there)
     statistics.add(workers[0].peer, samples=300)
@@ -89,10 +92,10 @@ def test_estimates_are_merged_by_samples_over_those_who_are_there(workers: list[
     expected = [1.0, 1.5 + 3.0]  # mean 0 and 4 by 3 to 1; mean variance 1.5, variance of the means 3
     assert workers[0].statistics == workers[1].statistics == expected
     assert workers[0].is_answered and workers[1].is_answered and not workers[2].is_answered
-    saved = trained_tensors(server, model)
+    saved = trained_tensors(trained, model)
     assert [saved[name].item() for name in ("weight", "norm.running_mean", "norm.running_var")] == [5.0, *expected]
     if averaged:
-        assert trained_tensors(server, model, live=True)["norm.running_mean"].item() == 7.0
+        assert trained_tensors(trained, model, live=True)["norm.running_mean"].item() == 7.0
 
 
 def test_a_worker_without_an_estimate_gets_that_of_the_others(workers: list[Worker]) -> None:
@@ -121,3 +124,39 @@ def test_an_interrupt_before_the_scripts_have_a_model_trained_nothing() -> None:
         _gather(SupervisorChannel(ours), RunConfig(workers=2), set())
     ours.close()
     theirs.close()
+
+
+def test_scripts_that_do_not_come_to_their_training_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "ABSENT_SECONDS", 0.0)
+    notes: list[str] = []
+    ours, theirs = channel()
+    control = SupervisorChannel(ours)
+    monkeypatch.setattr(control, "note", notes.append)
+    for _ in range(2):
+        theirs.send(b'{"kind": "expected", "worker": 7}')
+    theirs.send(b'{"kind": "stop", "reason": "interrupted"}')
+    with pytest.raises(Interrupted):
+        _gather(control, RunConfig(workers=3), set())
+    ours.close()
+    theirs.close()
+    assert notes == ["workers 0, 1 and 2 have not called session.prepare(...) after 30 s"]
+
+
+def test_loops_that_do_not_end_after_an_interrupt_are_named() -> None:
+    usual = {0: 0.1, 1: 0.1, 2: 9.0}
+    host: Any = SimpleNamespace(
+        config=RunConfig(workers=4),
+        server=SimpleNamespace(num_workers=4, version=0, finished=True),
+        accounting=SimpleNamespace(stall_detector=SimpleNamespace(usual=usual.get)),
+    )
+    peers: Any = {worker: SimpleNamespace(worker=worker) for worker in range(4)}
+    requests = LoopRequests(host, ScriptModel(LAYOUT.to_rows(), []), peers, lambda: False)
+    requests._ending[0] = peers[0]  # it waits for the others
+    assert not requests.silent(1000.0), "nobody has asked"
+    requests.interrupt(1000.0)
+    requests.interrupt(1005.0)
+    assert not requests.silent(1009.0)
+    assert [worker for worker, _ in requests.silent(1010.0)] == [1, 3]
+    (_, why), *others = requests.silent(1027.0)
+    assert why == "worker 1 has not ended its loop after 27 s: it is killed, and what there is is saved"
+    assert [worker for worker, _ in others] == [2, 3]

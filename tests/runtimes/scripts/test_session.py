@@ -706,9 +706,31 @@ def test_each_optimizer_counts_the_samples_of_its_own_pushes(monkeypatch: pytest
         "a pass without gradients counts nothing, nor does a second step"
     )
     session.finish()
-    assert not list(loader), "a loop over epochs ends"
+    with pytest.raises(UserError, match=r"^a loop over a prepared loader after session.finish\(\): this worker has"):
+        list(loader)
     with torch.no_grad():
         assert sum(len(x) for (x,) in loader) == 7, "after the end, a pass that only measures is whole"
+
+
+@pytest.mark.parametrize("config", [None, ALONE])
+def test_a_length_in_steps_and_in_epochs_is_refused(config: RunConfig | None) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UserError, match=r"^session.prepare\(..., epochs=2, steps=10\): leave out one of the two$"):
+        paceline.join(config).prepare(model, optimizer, DataLoader(data()), epochs=2, steps=10)
+
+
+def test_a_model_that_averages_by_itself_is_refused() -> None:
+    model = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(model)
+    model.module = nn.Linear(4, 1)
+    with pytest.raises(UserError, match=r"^session.prepare\(...\): the model is a DistributedDataParallel; Paceline"):
+        one_worker().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_prepare_without_anything_asks_for_the_model() -> None:
+    with pytest.raises(UserError, match=r"^session.prepare\(\): the first thing is the model, an nn.Module$"):
+        one_worker().prepare()
 
 
 def test_weights_that_are_replaced_before_the_end_are_refused() -> None:

@@ -104,3 +104,38 @@ def test_copies_of_a_watched_model_are_plain_and_free() -> None:
     twin.weight.data.zero_()
     one_step(model, optimizer)
     assert torch.equal(loaded.bias, twin.bias)
+
+
+def replace_last(model: nn.Sequential) -> None:
+    model[1] = nn.Linear(2, 1)
+
+
+@pytest.mark.parametrize("change", [replace_last, lambda model: model.append(nn.Linear(1, 1))])
+def test_a_layer_that_comes_after_prepare_is_refused_at_the_next_step(change: Callable[[nn.Sequential], None]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    _, optimizer = prepared(model)
+    change(model)
+    with pytest.raises(UserError, match=r"^parameter [12].weight came into the model after session.prepare"):
+        one_step(model, optimizer)
+
+
+def test_a_layer_that_comes_between_two_looks_is_refused_at_the_end() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    session, optimizer = prepared(model)
+    for _ in range(3):
+        one_step(model, optimizer)
+    replace_last(model)
+    with pytest.raises(UserError, match=r"^parameter 1.weight came into the model after session.prepare"):
+        session.finish()
+
+
+def test_layers_that_are_frozen_or_removed_are_not_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1), nn.Linear(1, 1))
+    session, optimizer = prepared(model)
+    one_step(model, optimizer)
+    model[1].requires_grad_(False)
+    del model[2]
+    model.append(nn.Linear(1, 1).requires_grad_(False))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    session.finish()

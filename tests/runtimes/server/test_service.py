@@ -23,8 +23,8 @@ from paceline.core.worker import LocalWorker
 from paceline.errors import UserError
 from paceline.runs.events import read_events
 from paceline.runs.folder import ALL_GONE
-from paceline.runtimes.server.runtime import Peers
-from paceline.runtimes.server.service import Dispatcher, Service, SupervisorChannel
+from paceline.runtimes.server.runtime import Peers, SupervisorChannel
+from paceline.runtimes.server.service import Dispatcher, Service
 from paceline.system.strict_json import to_json
 from paceline.transports import shared_memory
 from paceline.transports.protocol import Timing
@@ -297,3 +297,17 @@ def test_without_restarts_a_lost_worker_is_gone_at_once(bench: Bench) -> None:
     bench.greet(0)
     bench.hang_up(0)
     assert bench.run.server.finished
+
+
+def test_workers_that_have_not_joined_in_time_are_named_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.admit(0)
+    bench.greet(0)
+    notes: list[str] = []
+    monkeypatch.setattr(bench.service._control, "note", notes.append)
+    assert bench.service._began is not None
+    bench.service._check()
+    assert not notes
+    bench.service._began -= 30.0
+    for _ in range(2):
+        bench.service._check()
+    assert notes == ["worker 1 has not joined after 30 s"]

@@ -18,15 +18,17 @@ from paceline.runs.folder import RunFolder
 MAX_SAID, MAX_NOTES, MAX_TRACEBACK = 200, 400, 20_000  # characters of an exception in one line, and its traceback
 COMPLAINT = "complaint"  # the kind of notice about a process that ends with an error of ours
 SAME_SECONDS = 0.3  # how long to wait for other workers that fail in the same way
-_NO_GROUP = {
-    "environment variable RANK expected": (
-        "; Paceline starts the workers and averages: leave out init_process_group, DistributedDataParallel and sampler"
-    ),
+NO_GROUP = (
+    "; Paceline starts the workers and averages: leave out init_process_group, DistributedDataParallel and sampler"
+)
+_HINTS = {
+    "environment variable RANK expected": NO_GROUP,
     "process group has not been initialized": (
         "; Paceline makes none: leave this call out; session.worker is the rank, session.num_workers the world size"
     ),
+    "EOF when reading a line": "; workers have no standard input: give the script arguments",
 }
-"""What the exceptions of a script that needs a process group say, and what to add to them."""
+"""What the exceptions of a script that is not made for workers say, and what to add to them."""
 _OURS = str(Path(__file__).parents[2])
 _FRAME = re.compile(r'^ +File "(.*?)", line (\d+)', re.MULTILINE)
 _LAST_FRAME = re.compile(r'^ +File ".*\n(?: +.*\n)*', re.MULTILINE)
@@ -60,7 +62,7 @@ def describe_exception(error: BaseException) -> RaisedException:
         place = _innermost([(name, int(line)) for name, line in _FRAME.findall(inner)]) or place
     text = f"{' '.join(what.split()).removesuffix(':')[:MAX_SAID]}{place}"
     text += "".join(f"; {note}" for note in getattr(error, "__notes__", ()))[:MAX_NOTES]
-    text += next((hint for sign, hint in _NO_GROUP.items() if sign in what), "")
+    text += next((hint for sign, hint in _HINTS.items() if sign in what), "")
     shown = "".join(traceback.format_exception(type(error), error, begin)) if not isinstance(error, SystemExit) else ""
     return RaisedException(text, (shown if shows_ours else _OUR_FRAME.sub("", shown))[-MAX_TRACEBACK:])
 
@@ -173,7 +175,8 @@ class WorkerFailures:
 def lost_server(what: str, folder: RunFolder, config: RunConfig) -> RunFailed:
     """The error for a server that is gone, and `what` became of it; the run can be resumed if training had begun."""
     if not folder.has_log:
-        return RunFailed(f"{what} before training began: see the lines above")
+        hint = "os._exit(...) in the task leaves none" if "exit code 0" in what else ""
+        return RunFailed(f"{what} before training began: see the lines above{'; ' * bool(hint)}{hint}")
     hint = folder.resume_hint(config)
     if is_script(config) and not config.durable:  # only the script can compute its pushes
         return ServerLost(what, hint, "pushes since its newest checkpoint are lost (--durable keeps them)")

@@ -190,6 +190,7 @@ def _become(supervisor: socket.socket, request: dict[str, Any], fds: list[int], 
         flush_subnormals()
         module, _, name = ROLES[request["role"]].partition(":")
         code = getattr(importlib.import_module(module), name)(request["spec"], fds)
+        _tell(supervisor, {"kind": "returned", "pid": os.getpid()})
     except PacelineError as error:
         code = error.exit_code
         is_mistake = isinstance(error, UserError) and not isinstance(error, DiskError)
@@ -200,6 +201,8 @@ def _become(supervisor: socket.socket, request: dict[str, Any], fds: list[int], 
         code = code or int(request["role"] != "script")  # a script may end well by sys.exit(0), a task may not
         if code:
             _tell(supervisor, {"kind": "raised", "pid": os.getpid(), **describe_exception(stop)._asdict()})
+        else:
+            _tell(supervisor, {"kind": "returned", "pid": os.getpid()})
     except BaseException as error:
         _tell(supervisor, {"kind": "raised", "pid": os.getpid(), **describe_exception(error)._asdict()})
     finally:

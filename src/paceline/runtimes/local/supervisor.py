@@ -9,18 +9,13 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
-from paceline.assembly.preflight import provenance, require_fitting_weights, startup_warnings
-from paceline.assembly.work import divide_work
-from paceline.config import UPKEEP, RunConfig, is_script, to_dict
-from paceline.data.datasets import Location
-from paceline.data.shared import SharedDataset
-from paceline.errors import SERVER_GONE, ServerLost, UserError, error_of_child
+from paceline.config import RunConfig, is_script, to_dict
+from paceline.errors import SERVER_GONE, Interrupted, error_of_child
 from paceline.interfaces import Report
-from paceline.runs.arrival_log import next_incarnation
-from paceline.runs.folder import RAISED, RunFolder, require_survivors
+from paceline.runs.folder import RAISED, RunFolder
 from paceline.runtimes.local.failures import COMPLAINT, WorkerFailures, lost_server
 from paceline.runtimes.local.fault_injection import FaultInjector
 from paceline.runtimes.local.fork_server import ForkServer, receive_row, request
@@ -28,15 +23,15 @@ from paceline.runtimes.local.process_plan import ProcessPlan
 from paceline.runtimes.local.restart import WorkerRestarts
 from paceline.runtimes.local.worker_output import WorkerOutput
 from paceline.settings.fault_table import Fault, never_fired
-from paceline.settings.strategies import on_ring
-from paceline.system.memory import require_open_files
+from paceline.settings.preprocessing import split_of
 from paceline.system.signals import INTERRUPTED, TERMINATED, InterruptCounter, handle_signals
 from paceline.system.strict_json import to_json
+from paceline.system.terminal import seconds_text
 
+ABSENT_SECONDS = 30.0  # after which the user is told that the server is not there yet
 ENDING_SECONDS = 3.0
 GOING_SECONDS = 2.0  # between the end of a killed server's connections to its workers and of that to its supervisor
 BEHIND_SECONDS = 0.05  # until the user's terminal is looked at again, which takes no more output
-OTHER_FILES = 12  # that a server has open at least, beside the connections of its workers
 
 
 class Supervisor:
@@ -66,7 +61,10 @@ class Supervisor:
         self._running: set[int] = set()
         self._dropped: set[int] = set()  # process ids of workers that the server has dropped
         self._raised: dict[int, dict[str, Any]] = {}  # the exceptions that ended processes, by process id
+        self._returned: set[int] = set()  # process ids of those that ended as they should
         self._finished = self._server_is_silent = self._is_over = False  # over: training ended, or was told to stop
+        self._stages: set[str] = set()  # of the server: it is "serving", it is "ending" the users' own loops
+        self._name_at: float | None = time.monotonic() + ABSENT_SECONDS  # when to say that the server is not there yet
 
     def start(self) -> None:
         """Start the server and all workers. Each worker has its own connection to the server."""
@@ -155,7 +153,9 @@ class Supervisor:
     def _wait(self, seconds: float | None) -> None:
         """Wait for what other processes say, at most so long, and take it."""
         lines: list[Any] = [self._forks.socket] if self._server_is_silent else [self._forks.socket, self._control]
-        limits = [seconds, self._failures.seconds_left]
+        if "serving" in self._stages:
+            self._name_at = None
+        limits = [seconds, self._failures.seconds_left, *([] if self._name_at is None else [self._seconds_to_name()])]
         if self._output is not None:
             behind = self._output.is_behind()
             lines += [] if behind else [self._output]
@@ -164,6 +164,13 @@ class Supervisor:
         if self._output is not None and self._output in readable:
             self._output.read()
         self._listen(readable)
+        if "serving" not in self._stages and self._name_at is not None and not self._seconds_to_name():
+            self._name_at = None
+            what = f"the server is not ready after {seconds_text(ABSENT_SECONDS)}"
+            self._report({"kind": "note", "text": f"{what}: it still builds the task, or goes through its log"})
+
+    def _seconds_to_name(self) -> float:
+        return max(0.0, (self._name_at or 0.0) - time.monotonic())
 
     def _note_exception(self, notice: dict[str, Any]) -> None:
         """A process has raised an exception: a mistake, which ends the run unless it is told to keep going."""
@@ -207,6 +214,8 @@ class Supervisor:
                 raise error_of_child(row["text"], row["code"])
         elif row["kind"] == "finished":
             self._finished = True
+        elif row["kind"] in ("serving", "ending"):
+            self._stages.add(row["kind"])
         elif row["kind"] == "drop":
             self._kill_dropped(row["worker"], row["incarnation"])
         elif row["kind"] == "clock":
@@ -255,6 +264,8 @@ class Supervisor:
             self._note_complaint(notice)
         elif notice["kind"] == "raised":
             self._note_exception(notice)
+        elif notice["kind"] == "returned":
+            self._returned.add(notice["pid"])
         else:
             self._note_end(notice)
 
@@ -286,6 +297,12 @@ class Supervisor:
         by_table = self._injector.ended(notice["pid"])
         if self._failures:
             return
+        if notice["status"] and name in self._numbers and not by_table and notice["pid"] not in self._dropped:
+            self._hear_server_out()
+            if "ending" in self._stages and not self._config.keep_going:
+                where = f"worker {self._numbers[name]} of {self._config.workers or 1}"
+                self._failures.add(where, {**notice, "text": f"{notice['how']} after its training", "traceback": ""})
+                return
         if name == "server" and not self._finished:
             self._hear_server_out()
             if not self._finished:
@@ -309,10 +326,15 @@ class Supervisor:
             return
         if self._config.restart_workers and worker is not None and "to come back" not in by_table:
             self._order({"kind": "gone", "worker": worker, "incarnation": self._incarnations[worker]})
-        if status and not (self._finished or self._failures.is_late(raised)):
+        is_told = self._finished or self._failures.is_late(raised) or (pid in self._dropped and self._is_over)
+        if not is_told and (status or (pid not in self._returned and "ending" not in self._stages)):
             left = sum(self._names[pid] != "server" for pid in self._running) + self._processes.first_worker
-            goes_on = f"the run goes on with {left}" if left else "no worker is left"
+            goes_on = f"the run goes on with {left}{self._without_data(by_table)}" if left else "no worker is left"
             self._report({"kind": "note", "text": f"{name} was lost ({how}): {goes_on}"})
+
+    def _without_data(self, by_table: tuple[str, ...]) -> str:
+        is_divided = split_of(self._config).kind != "full" and self._config.max_workers is None
+        return ", without its part of the data" if is_divided and not by_table else ""
 
     def _was_restarted(self, name: str) -> bool:
         worker = self._numbers.get(name)
@@ -329,6 +351,10 @@ class Supervisor:
             if number in heard:
                 return
             heard.add(number)
+            if "serving" not in self._stages:
+                trained = not self._folder.is_unstarted()
+                end = self._folder.resume_hint(self._config) if trained else "nothing was trained"
+                raise Interrupted(f"interrupted, before training {'went on' if trained else 'began'}: {end}")
             reason = INTERRUPTED if number == signal.SIGINT else TERMINATED
             self._is_over = True
             self._failures.stop_by_user()
@@ -338,63 +364,3 @@ class Supervisor:
 
         with handle_signals(stop):
             yield
-
-
-def train_on_processes(
-    config: RunConfig,
-    folder: RunFolder,
-    location: Location | None,
-    forks: ForkServer,
-    report: Report,
-    incarnation: int,
-    faults: tuple[Fault, ...] = (),
-) -> dict[str, Any]:
-    """Decode the data while the fork server imports torch, then train on processes of this machine."""
-    shared = SharedDataset(location, report) if location is not None else None
-    if shared is not None:
-        divide_work(shared.dataset.train_labels, config)  # refuses a division that fails before a process is started
-    if config.weights is not None:
-        require_fitting_weights(config, folder, shared.dataset.info if shared is not None else None)
-    for line in startup_warnings(config, location, is_here=True):
-        report({"kind": "note", "text": line})
-    dataset, fds = (shared.spec(), shared.fds) if shared is not None else (None, [])
-    spec = {"dataset": dataset, "facts": provenance(config, location), "resume": incarnation > 0}
-    processes = ProcessPlan(spec, fds, incarnation, faults=faults)
-    result = run_local(config, folder, forks, processes.in_ring() if on_ring(config) else processes, report)
-    require_survivors(result, folder)
-    return result
-
-
-def run_local(
-    config: RunConfig,
-    folder: RunFolder,
-    forks: ForkServer,
-    processes: ProcessPlan,
-    report: Report,
-    output: WorkerOutput | None = None,
-) -> dict[str, Any]:
-    """Train on processes of this machine and return the result. Restart up to `config.restart` times."""
-    per_worker = 2 if processes.first_worker else 1  # a ring has a second descriptor of each
-    require_open_files(per_worker * (config.workers or 1) + OTHER_FILES)
-    restarts = WorkerRestarts(config.restart_workers)
-    for restart in range(1, config.restart + 2):
-        try:
-            supervisor = Supervisor(forks, config, folder, processes, report, restarts, output)
-            with contextlib.closing(supervisor):
-                supervisor.start()
-                supervisor.follow()
-            break
-        except ServerLost as lost:
-            if restart > config.restart or not forks.clear():
-                raise
-            if is_script(config):  # its server has added to the config what the script decides
-                config = replace(folder.config(), **{name: getattr(config, name) for name in UPKEEP})
-            processes = processes.again(*next_incarnation(folder.arrivals_file, config))
-            uses_log = config.recovery == "log" and (config.durable or not is_script(config))
-            where = "its newest checkpoint" + (" and its log" if uses_log else "")
-            what = f"{lost.what}: going on from {where}"
-            report({"kind": "note", "text": f"{what} (restart {restart} of {config.restart})"})
-    result = folder.result()
-    if result is None:
-        raise UserError(f"{folder.path} holds no result although its server finished: was it removed?")
-    return result

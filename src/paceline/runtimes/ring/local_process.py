@@ -25,8 +25,7 @@ from paceline.runs.folder import RunFolder
 from paceline.runtimes.ring.replica import Replica, RingWorker
 from paceline.runtimes.ring.shared_memory import RingMemory, SharedRing
 from paceline.runtimes.server.process import reporting, start_host
-from paceline.runtimes.server.runtime import LocalRuntime
-from paceline.runtimes.server.service import SupervisorChannel
+from paceline.runtimes.server.runtime import LocalRuntime, SupervisorChannel
 from paceline.system.memory import keep_freed_memory, receive_fds
 from paceline.system.shared_segment import Segment
 from paceline.system.strict_json import to_json
@@ -100,6 +99,7 @@ def host(spec: dict[str, Any], fds: list[int]) -> int:
         place = _place(spec, dataset, 0)
         announce_batches(place.config, place.task.given.batch_size, place.task.given.shuffles, control.send)
         gathering = RingRendezvous(place, control)
+        control.send({"kind": "serving"})
         instance, folder = place.instance(gathering.ring), RunFolder(Path(spec["folder"]))
         to_folder = folder, control.send, LocalRuntime(place.put, way="waiting")
         pieces = place.server, place.task, place.work, place.config, *to_folder

@@ -131,8 +131,8 @@ def sort_out(things: tuple[Any, ...]) -> UserObjects:
     schedulers = [thing for thing in things if isinstance(thing, SCHEDULERS)]
     data = [thing for thing in things if not isinstance(thing, (nn.Module, Optimizer, *SCHEDULERS))]
     if not models:
-        first = type(things[0]).__name__ if things else ""
-        raise UserError(f"session.prepare({first}, ...): the first thing is the model, an nn.Module")
+        given = f"{type(things[0]).__name__}, ..." if things else ""
+        raise UserError(f"session.prepare({given}): the first thing is the model, an nn.Module")
     for thing in data:
         if callable(getattr(thing, "step", None)):
             what = f"session.prepare(...): {type(thing).__name__} has a step() and is no torch optimizer or scheduler"
@@ -180,6 +180,8 @@ def require_numbers(epochs: Any, **counts: Any) -> None:
         is_number = isinstance(value, kind)
         if value is not None and not (is_number and value > 0):
             raise UserError(f"session.prepare(..., {name}={value!r}): give a positive {what}")
+    if epochs is not None and counts.get("steps") is not None:
+        raise UserError(f"session.prepare(..., epochs={epochs}, steps={counts['steps']}): leave out one of the two")
 
 
 def require_figures(figures: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.core.buffers import BufferSizes
 from paceline.core.own_loop.compression import LoopCompression, as_it_is
+from paceline.errors import UserError
 from paceline.interfaces import Layout
 from paceline.runtimes.scripts.watching.recent_inputs import ForwardHook, RecentInputs
 from paceline.runtimes.scripts.watching.weight_watch import WeightWatch
@@ -76,6 +77,7 @@ class BoundModel:
                 owner = container.get_submodule(name.rpartition(".")[0])
                 self._buffer_places.append((owner._buffers, name.rpartition(".")[2], self._buffers[name], view))
         self._names = list(parameters)
+        self._known = {id(one): one for one in container.parameters()}  # kept, so that no id is given twice
         memory = own_weights if self._device_copy is not None or not self._copied else None
         self._watch = None if steps_here else WeightWatch(parameters, flat.layout, memory)
         self._compares_fully = False
@@ -156,6 +158,13 @@ class BoundModel:
         """Raise UserError if the script has changed weights that the server steps."""
         if self._watch is not None:
             self._watch.require_unchanged()
+
+    def require_same_layers(self, at_once: bool = False) -> None:
+        """Raise UserError if the model has got a parameter to train since `prepare`; looked for at some steps."""
+        for name, one in self.flat.module.named_parameters() if self._compares_fully or at_once else ():
+            if one.requires_grad and id(one) not in self._known:
+                what = f"parameter {name} came into the model after session.prepare(...)"
+                raise UserError(f"{what}, so it is not trained: give the whole model, and freeze what waits")
 
     def _forward(self, model: nn.Module, arguments: Any, named: Any) -> None:
         self.inputs[model].record(arguments, named)

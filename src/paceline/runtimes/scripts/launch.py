@@ -19,7 +19,7 @@ from paceline.runs.recording import ScriptCall
 from paceline.runtimes.local.fault_injection import faults_for_processes
 from paceline.runtimes.local.fork_server import ForkServer
 from paceline.runtimes.local.process_plan import ProcessPlan
-from paceline.runtimes.local.supervisor import run_local
+from paceline.runtimes.local.run import run_local
 from paceline.runtimes.local.worker_output import WorkerOutput
 from paceline.runtimes.scripts.lines_to_add.message import require_paceline
 from paceline.settings.features import SCRIPT_MAY_DECIDE, Feature

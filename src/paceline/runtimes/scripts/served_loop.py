@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.assembly.own_loop import loop_compression
@@ -25,6 +26,7 @@ from paceline.errors import SERVER_GONE, RunFailed, UserError
 from paceline.interfaces import State
 from paceline.runs.durable_files import write_atomically
 from paceline.runs.folder import RunFolder
+from paceline.runtimes.local.failures import NO_GROUP
 from paceline.runtimes.scripts.adopt import UserObjects
 from paceline.runtimes.scripts.bound_model import BoundModel
 from paceline.runtimes.scripts.loading.divisions import Divisions
@@ -80,6 +82,8 @@ class ServedLoop:
         loaders: Sequence[WorkerLoader],
         divisions: Divisions,
     ) -> None:
+        if any(isinstance(model, DistributedDataParallel) for model in handed.models):
+            raise UserError(f"session.prepare(...): the model is a DistributedDataParallel{NO_GROUP}")
         self._env, self._config, self._loaders, self._divisions = env, config, loaders, divisions
         self._transport, self._timer = env.transport, StepTimer(config, env.worker)
         self.optimizers = self._adopt(handed.optimizers)
@@ -246,6 +250,7 @@ class ServedLoop:
     ) -> Reply:
         """Send what was collected, and load the next weights."""
         bound, before, env = self.bound, self._replies[number], self._env
+        bound.require_same_layers()
         says = self._says(number, flags)
         slot, named = bound.slot, (env.worker, env.incarnation, before.serial, before.serial)
         update = bound.compression.send(number, before.serial, skipped=weight == 0.0)
@@ -298,6 +303,7 @@ class ServedLoop:
         bound.record_inputs(False)
         if self.pushes:
             bound.require_unchanged()
+            bound.require_same_layers(at_once=True)
         bound.release()
         self._warn_of_changes()
         is_estimate = self.read(final=True)

@@ -30,6 +30,7 @@ from paceline.runtimes.scripts.standalone import InProcessClient
 from paceline.runtimes.scripts.step_samples import StepSamples
 from paceline.runtimes.scripts.watching.notes import FirstGradients, note_end, note_first_step, note_unfinished
 from paceline.settings.features import SCRIPT_MAY_DECIDE
+from paceline.settings.ranks import require_alone
 from paceline.settings.resolve import resolve_own_loop
 from paceline.settings.strategies import CLASSIC, strategy_of
 from paceline.system.subnormals import flush_subnormals
@@ -225,6 +226,9 @@ class Session:
 
     def begin_empty_pass(self) -> None:
         """Count a pass that begins after the end of training; end a loop that asks for batches without end."""
+        if self._is_final:
+            what = "a loop over a prepared loader after session.finish(): this worker has left the training"
+            raise UserError(f"{what}; to evaluate, loop under torch.no_grad(); a second training is a run of its own")
         self._empty_passes += 1
         if self._empty_passes > MOST_EMPTY_PASSES:
             self._end_script()
@@ -382,6 +386,7 @@ def join(config: RunConfig | None = None) -> Session:
     if inherited is not None:
         joined = Session(inherited)
         return joined
+    require_alone()
     flush_subnormals()
     is_plain, config = config is None, config if config is not None else RunConfig(strategy=CLASSIC)
     typed = frozenset(given(config, SCRIPT_MAY_DECIDE))

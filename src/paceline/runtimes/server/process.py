@@ -26,8 +26,8 @@ from paceline.interfaces import Report
 from paceline.runs.folder import ALL_GONE, RAISED, RunFolder
 from paceline.runs.recovery import rebuild
 from paceline.runtimes.server.host import Host
-from paceline.runtimes.server.runtime import Runtime
-from paceline.runtimes.server.service import LocalPeers, Service, SupervisorChannel
+from paceline.runtimes.server.runtime import Runtime, SupervisorChannel
+from paceline.runtimes.server.service import LocalPeers, Service
 from paceline.system.memory import keep_freed_memory, raise_file_limit, require_memory
 from paceline.tasks.given_weights import read_given
 from paceline.tasks.supervised import SupervisedTask

@@ -19,8 +19,8 @@ from paceline.runs.folder import ALL_GONE
 from paceline.runtimes.server.admission import CEILING_SECONDS, Admission, StartBarrier
 from paceline.runtimes.server.file_service import FileService
 from paceline.runtimes.server.host import Host
-from paceline.runtimes.server.runtime import LoopService, TcpPeers
-from paceline.runtimes.server.service import GRACE_SECONDS, Dispatcher, SupervisorChannel, serve_until
+from paceline.runtimes.server.runtime import LoopService, SupervisorChannel, TcpPeers
+from paceline.runtimes.server.service import GRACE_SECONDS, Dispatcher, serve_until
 from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.system.strict_json import to_json
 from paceline.system.terminal import seconds_text

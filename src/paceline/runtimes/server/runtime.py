@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+import json
+import os
+import socket
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Protocol, TypeVar
 
 from paceline.core.messages import Input, OwnLoopInput, Push, Reply
 from paceline.core.server import Server
 from paceline.runtimes.server.accounting import TimeShares, Way
 from paceline.system.event_loop import EventLoop
+from paceline.system.memory import receive_fds
+from paceline.system.strict_json import to_json
+from paceline.system.terminal import seconds_text
 from paceline.transports.protocol import Peer, ScriptPeer
 from paceline.transports.tcp_server import TcpPeer
+
+ABSENT_SECONDS = 30.0  # after which workers of this machine that do not come are named
+
+
+def absent(workers: Iterable[int], what: str) -> str:
+    """One line that names workers which have not done something in time.
+
+    >>> print(absent([1], "joined")), print(absent([1, 3], "joined"))
+    worker 1 has not joined after 30 s
+    workers 1 and 3 have not joined after 30 s
+    (None, None)
+    """
+    *first, last = map(str, workers)
+    who = f"workers {', '.join(first)} and {last} have" if first else f"worker {last} has"
+    return f"{who} not {what} after {seconds_text(ABSENT_SECONDS)}"
 
 
 class Runtime(Protocol):
@@ -56,6 +77,34 @@ class LocalRuntime(Runtime):
         self._deliver(reply)
 
 
+class SupervisorChannel:
+    """The connection to the supervisor: it sends workers' connections and stops, the server sends progress."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+
+    def send(self, row: dict[str, Any]) -> None:
+        """Send a message. Progress is dropped if the supervisor is slow; everything else waits."""
+        flags = socket.MSG_DONTWAIT if row["kind"] == "progress" else 0
+        try:
+            self.connection.send(to_json(row).encode(), flags)
+        except BlockingIOError:
+            return
+        except (BrokenPipeError, ConnectionResetError):
+            os._exit(1)
+
+    def note(self, text: str) -> None:
+        """Show the user one line."""
+        self.send({"kind": "note", "text": text})
+
+    def receive(self) -> tuple[dict[str, Any], list[int]]:
+        """The next order and its descriptors; ends this process if the supervisor is gone."""
+        packet, fds = receive_fds(self.connection, 1 << 16, 1)
+        if not packet:
+            os._exit(1)
+        return dict(json.loads(packet)), fds
+
+
 class LoopService(Protocol):
     """What a service calls if its workers run users' own loops."""
 
@@ -70,6 +119,13 @@ class LoopService(Protocol):
 
     def settle(self) -> None:
         """Answer the workers that wait for the end, if it has come."""
+
+    def interrupt(self, now: float) -> None:
+        """Ctrl-C or SIGTERM has come: every loop is to end."""
+
+    def silent(self, now: float) -> list[tuple[int, str]]:
+        """Workers whose loops have not ended in time after that, and why to go on without them."""
+        return []
 
 
 P = TypeVar("P", bound=Peer)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 import signal
 import socket
 import time
@@ -20,11 +18,9 @@ from paceline.core.step_balancing import StepBalancer
 from paceline.errors import ProtocolError, UserError, mismatched_keys
 from paceline.runs.folder import ALL_GONE
 from paceline.runtimes.server.host import Host
-from paceline.runtimes.server.runtime import LoopService, Peers
+from paceline.runtimes.server.runtime import ABSENT_SECONDS, LoopService, Peers, SupervisorChannel, absent
 from paceline.system.event_loop import EventLoop
-from paceline.system.memory import receive_fds
-from paceline.system.signals import TERMINATED
-from paceline.system.strict_json import to_json
+from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.transports.frames import UINT32
 from paceline.transports.protocol import Hello, Peer, ReportedFigures
 from paceline.transports.shared_memory import SharedMemoryPeer
@@ -34,34 +30,6 @@ CHECK_SECONDS, BUSY_SECONDS = 0.5, 1.0
 GRACE_SECONDS = 5.0  # after the end of training: how long to wait until every worker has its last reply
 
 LocalPeers: TypeAlias = Peers[SharedMemoryPeer]
-
-
-class SupervisorChannel:
-    """The connection to the supervisor: it sends workers' connections and stops, the server sends progress."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-
-    def send(self, row: dict[str, Any]) -> None:
-        """Send a message. Progress is dropped if the supervisor is slow; everything else waits."""
-        flags = socket.MSG_DONTWAIT if row["kind"] == "progress" else 0
-        try:
-            self.connection.send(to_json(row).encode(), flags)
-        except BlockingIOError:
-            return
-        except (BrokenPipeError, ConnectionResetError):
-            os._exit(1)
-
-    def note(self, text: str) -> None:
-        """Show the user one line."""
-        self.send({"kind": "note", "text": text})
-
-    def receive(self) -> tuple[dict[str, Any], list[int]]:
-        """The next order and its descriptors; ends this process if the supervisor is gone."""
-        packet, fds = receive_fds(self.connection, 1 << 16, 1)
-        if not packet:
-            os._exit(1)
-        return dict(json.loads(packet)), fds
 
 
 class Dispatcher:
@@ -100,7 +68,8 @@ class Dispatcher:
             stall = host.accounting.stall(worker, host.server, now)
             host.events.write("stalled", host.clock.now(), **stall._asdict())
             if worker not in to_drop:
-                self.note(str(stall))
+                how = f"'paceline drain {host.folder.path} {worker} --now' or --stall SECONDS drops it"
+                self.note(f"{stall}: {how}")
         for worker in again:
             if host.server.members[worker].live:
                 self.note(f"worker {worker} makes steps again")
@@ -232,6 +201,7 @@ class Service:
         self._returning: set[int] = set()  # workers that the supervisor will start again, or may
         self._gone: set[tuple[int, int]] = set()
         """Workers and incarnations whose processes have ended and that the supervisor will not start again."""
+        self._began: float | None = time.monotonic()  # None once the workers that have not joined were named
         self._loop = EventLoop()
         self._loop.register(control.connection, self._on_order)
         self._wakeup, writer = socket.socketpair()
@@ -251,6 +221,7 @@ class Service:
 
     def run(self) -> None:
         """Serve until training is over and every worker knows it."""
+        self._control.send({"kind": "serving"})
         serve_until(self._host, self._loop, self._all_know, self._check)
         for peer in self._peers.by_worker.values():
             peer.close()
@@ -265,6 +236,13 @@ class Service:
     def _check(self) -> float:
         """Do what time alone makes due; returns the time of the next call."""
         self._dispatcher.check(self._drop)
+        server, now = self._host.server, time.monotonic()
+        if self._loops is not None:
+            for worker, why in self._loops.silent(now):
+                self._drop(worker, why)
+        if self._began is not None and not server.started and now >= self._began + ABSENT_SECONDS:
+            self._began = None
+            self._control.note(absent(server.pending_workers, "joined"))
         return time.perf_counter() + CHECK_SECONDS
 
     def _drop(self, worker: int, why: str) -> None:
@@ -290,6 +268,8 @@ class Service:
             self.admit(SharedMemoryPeer(socket.socket(fileno=fds[0]), order["worker"], order["incarnation"]))
         elif order["kind"] == "stop":
             self._host.stop(order["reason"])
+            if self._loops is not None and order["reason"] in (INTERRUPTED, TERMINATED):
+                self._loops.interrupt(time.monotonic())
         elif order["kind"] == "expected":
             self.expect(order["worker"])
         elif order["kind"] == "gone":

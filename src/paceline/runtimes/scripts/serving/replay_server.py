@@ -22,7 +22,7 @@ from paceline.runs.replay import Replay
 from paceline.runtimes.scripts.serving.requests import FinalStatistics
 from paceline.runtimes.scripts.serving.server import learn
 from paceline.runtimes.server.process import reporting
-from paceline.runtimes.server.service import SupervisorChannel
+from paceline.runtimes.server.runtime import SupervisorChannel
 from paceline.system.terminal import seconds_text
 from paceline.transports.protocol import Hello, ReportedFigures
 from paceline.transports.shared_memory import SharedMemoryPeer

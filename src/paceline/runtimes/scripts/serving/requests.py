@@ -18,9 +18,12 @@ from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.runtime import LoopService
 from paceline.settings.preprocessing import split_of
 from paceline.settings.strategies import strategy_of
+from paceline.system.terminal import seconds_text
 from paceline.tasks.script_model import ScriptModel
 from paceline.transports.protocol import ScriptPeer
 
+ANSWER_SECONDS, ANSWER_STEPS = 10.0, 3
+"""How long a loop may take to end after Ctrl-C: the longer of this and so many of its usual steps."""
 LONG_BEFORE = 10  # updates that others make, at least, after a worker that left its loop before them
 MAX_PLACE = 2.0**31  # passes over the data, or batches of one: no loop gets so far
 
@@ -100,12 +103,14 @@ class LoopRequests(LoopService):
         connected: Mapping[int, ScriptPeer],
         awaits_worker: Callable[[], bool],
         note: Callable[[str], None] = lambda text: None,
+        ending: Callable[[], None] = lambda: None,
     ) -> None:
         """`connected` are the workers by number; `awaits_worker` says whether the run waits for one that may return.
 
-        `note` shows the user one line.
+        `note` shows the user one line; `ending` is called before the workers get the final weights.
         """
-        self._note = note
+        self._note, self._end = note, ending
+        self._interrupted: float | None = None
         self._left: dict[int, int] = {}  # the update at which workers left their loops, until that is said
         self._host, self._connected, self._awaits_worker = host, connected, awaits_worker
         self._statistics = FinalStatistics(host.server, model)
@@ -189,11 +194,29 @@ class LoopRequests(LoopService):
         if self._ending.get(peer.worker) is peer:
             del self._ending[peer.worker]
 
+    def interrupt(self, now: float) -> None:
+        """Ctrl-C or SIGTERM has come: every loop is to end."""
+        self._interrupted = self._interrupted or now
+
+    def silent(self, now: float) -> list[tuple[int, str]]:
+        """Workers whose loops have not ended in time after that, and why to go on without them."""
+        if self._interrupted is None:
+            return []
+        found, seconds = [], now - self._interrupted
+        for worker in sorted(self._connected.keys() - self._ending.keys() - self._at_end):
+            usual = self._host.accounting.stall_detector.usual(worker) or 0.0
+            if seconds >= max(ANSWER_SECONDS, ANSWER_STEPS * usual):
+                what = f"worker {worker} has not ended its loop after {seconds_text(round(seconds))}"
+                found.append((worker, f"{what}: it is killed, and what there is is saved"))
+        return found
+
     def settle(self) -> None:
         """Answer the workers that wait for the end, if it has come."""
         connected, host = self._connected, self._host
         if self._ending and connected.keys() <= self._ending.keys() and not self._awaits_worker():
             host.stop(self._stop_reason)
+        if host.server.finished and self._ending:
+            self._end()
         while host.server.finished and self._ending:
             worker = min(self._ending)
             host.handle(ReadWeights(worker, final=True))

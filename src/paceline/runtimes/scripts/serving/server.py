@@ -8,6 +8,7 @@ import selectors
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +34,10 @@ from paceline.runtimes.scripts.serving.agreement import expected_facts, require_
 from paceline.runtimes.scripts.serving.requests import LoopRequests
 from paceline.runtimes.server.host import Host
 from paceline.runtimes.server.process import reporting
-from paceline.runtimes.server.runtime import Peers, Runtime
-from paceline.runtimes.server.service import Service, SupervisorChannel
+from paceline.runtimes.server.runtime import ABSENT_SECONDS, Peers, Runtime, SupervisorChannel, absent
+from paceline.runtimes.server.service import Service
 from paceline.settings.features import SCRIPT_MAY_DECIDE
+from paceline.settings.preprocessing import split_of
 from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.tasks.script_model import ScriptModel, load_tensors
 from paceline.transports.frames import (
@@ -130,6 +132,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
     config = from_dict(spec["config"])
 
     def serve(control: SupervisorChannel) -> None:
+        control.send({"kind": "serving"})
         awaited: set[int] = set()
         found = _gather(control, config, awaited)
         require_same_loops([hello for _, hello in found])
@@ -139,7 +142,9 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         model = learned.model
         expected = expected_facts(first)
         service = Service(host, peers, control, expected, loop_sizes(host, model, expected))
-        service.serve_loops(LoopRequests(host, model, peers.by_worker, lambda: service.awaits_worker, control.note))
+        ending = partial(control.send, {"kind": "ending"})
+        awaits = partial(getattr, service, "awaits_worker")
+        service.serve_loops(LoopRequests(host, model, peers.by_worker, awaits, control.note, ending))
         for peer, _ in found:
             service.admit(peer)
         for worker in awaited:
@@ -147,6 +152,8 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         for peer, hello in found:
             service.join(peer, hello)
         for worker in set(range(config.workers or 1)) - {peer.worker for peer, _ in found}:
+            what = f"worker {worker} ended before session.prepare(...): the others go on without it"
+            control.note(what + ", and without its part of the data" * (split_of(learned.config).kind != "full"))
             service.miss(worker)
         with torch.inference_mode(), saved_at_mistakes(host):
             service.run()
@@ -258,8 +265,10 @@ def _gather(control: SupervisorChannel, config: RunConfig, awaited: set[int]) ->
     selector.register(control.connection, selectors.EVENT_READ)
     pending: set[int] = set(range(config.workers or 1))
     found: dict[int, tuple[SharedMemoryPeer, Hello]] = {}
+    name_at = time.monotonic() + ABSENT_SECONDS
     while pending or time.monotonic() < until:
-        for key, _ in selector.select(None if pending else until - time.monotonic()):
+        end = name_at if pending else until
+        for key, _ in selector.select(None if end == math.inf else end - time.monotonic()):
             if key.data is None:
                 order, fds = control.receive()
                 if order["kind"] == "stop":
@@ -287,12 +296,21 @@ def _gather(control: SupervisorChannel, config: RunConfig, awaited: set[int]) ->
             except ProtocolError as error:
                 control.note(str(error))
                 pending.discard(key.data.worker)
+        name_at = _name_absent(control, pending, name_at)
     if not found:
         raise UserError(
             "the script ended without calling paceline.join() and session.prepare(...), or failed in them: nothing was "
             "trained"
         )
     return [found[worker] for worker in sorted(found)]
+
+
+def _name_absent(control: SupervisorChannel, pending: set[int], at: float) -> float:
+    """Name the workers whose hello is missing at that time, once; return the next time."""
+    if not pending or time.monotonic() < at:
+        return at
+    control.note(absent(sorted(pending), "called session.prepare(...)"))
+    return math.inf
 
 
 def learn(
