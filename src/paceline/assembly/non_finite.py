@@ -54,9 +54,10 @@ def notes_on_data(task: SupervisedTask | None, scores: Mapping[str, Scores | Non
     """Say of each part of the data whose loss is not finite which of its samples are not."""
     for part in ("train", "validation", "test"):
         found = scores.get(part)
-        if task is not None and found is not None and not math.isfinite(found.loss):
-            if (said := _said_of_data(task, part)) is not None:
-                yield f"the {part} loss is not finite: {said}: remove or replace those"
+        if task is None or found is None or math.isfinite(found.loss):
+            continue
+        if (said := _said_of_data(task, part)) is not None:
+            yield f"the {part} loss is not finite: {said}: remove or replace those"
 
 
 def _said_of_data(task: SupervisedTask, part: str) -> str | None:
