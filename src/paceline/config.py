@@ -50,6 +50,8 @@ def _workers(name: str, value: int) -> None:
 def _folder_name(name: str, value: str) -> None:
     if "/" in value or value.strip() in ("", ".", ".."):
         raise UserError(f"--{name} '{value}' is not a folder name: use letters, digits, dots and dashes")
+    if len(os.fsencode(value)) > 255:
+        raise UserError(f"--{name} is the name of a folder, of at most 255 bytes: use a shorter --name")
 
 
 _Text = str | None
@@ -355,14 +357,15 @@ def parse_toml(path: Path, wanted: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"no file {path}: {wanted}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path} cannot be read as TOML: {error}") from None
+        raise UserError(
+            f"{path} cannot be read as TOML: {'it is a folder' if path.is_dir() else error}; {wanted}"
+        ) from None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Read settings from a TOML file; unknown keys and wrong types are errors that name the file."""
-    raw = parse_toml(path, "give a TOML file of settings, or flags alone")
     values = {}
-    for key, value in raw.items():
+    for key, value in parse_toml(path, "give a TOML file of settings, or flags alone").items():
         name = ALIASES.get(key, key.replace("-", "_"))
         if name == "schema":
             if value != SCHEMA:

@@ -90,8 +90,8 @@ def logged_losses(path: Path, config: RunConfig) -> list[float]:
 
 def why_untrained(config: RunConfig, server: Server) -> str | None:
     """Say that every push of a finished run was zero, and the likely cause; None if one was not, or nobody measured."""
-    if not server.norms.are_all_zero:
-        return None
+    if server.guard is None or not all(one.norms.are_all_zero for one in server.by_optimizer):
+        return None  # without a guard no push is measured, but those of a log before a resume
     what = f"training collapsed: every push in {counted(server.version, 'update')} was 0, so nothing was trained"
     instead = "call loss.backward() between zero_grad() and step()" if is_script(config) else "check the task's loss"
     return f"{what}: {instead}, and give a learning rate above 0"

@@ -95,8 +95,11 @@ def load_task(text: str) -> SupervisedTask:
         task = make_own("task", text)
     except UserError as error:
         raise _of_task_call(error, text) from error.__cause__
+    name = text.rpartition(":")[2]
+    if inspect.iscoroutine(task):
+        task.close()  # else Python warns of it later
+        raise UserError(f"task '{text}': {name}() is async, and nobody awaits it: write def {name}(), without async")
     if not isinstance(task, SupervisedTask):
-        name = text.rpartition(":")[2]
         raise UserError(f"task '{text}': {name}() returned {type(task).__name__}, not a paceline.Task")
     return task
 
