@@ -50,7 +50,7 @@ CASES = {
     ),
     "a run's name that no folder may have": (
         [*SAMPLE, "--name", "n" * 300],
-        "of at most 255 bytes: use a shorter --name",
+        "--name has more than 255 bytes: use a shorter --name",
     ),
     "a value like a flag": (["--name", "-foo"], "a value that begins with a dash is taken for a flag: --name=-foo"),
     "an empty folder of runs": (["--runs", ""], "--runs is empty: folder that holds the runs"),
