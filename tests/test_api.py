@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from pathlib import Path
@@ -60,6 +61,7 @@ def test_a_type_checker_refuses_wrong_names_and_types(tmp_path: Path) -> None:
         ({"workers": "2"}, r'workers = "2": write a whole number without quotes, as in 2'),
         ({"build": 3}, "build is int: give the function that returns the task"),
         ({"build": lambda: None}, "make it a function at the top of a module"),
+        ({"build": functools.partial(nn.Linear, 8)}, r"build 'partial\(...\)' cannot be imported by workers"),
         ({"build": nn.Linear(8, 2)}, "build is the model Linear: give the function that returns a paceline.Task"),
         ({"build": nn.Linear}, "build is the model Linear: give the function that returns a paceline.Task"),
         ({"build": "m:f", "task": "m:f"}, "build and task = m:f both name the task"),

@@ -134,8 +134,8 @@ train.__signature__ = _shown_signature()  # type: ignore[attr-defined]
 
 def importable_name(build: Callable[[], Any], here: bool = False) -> str:
     """The `MODULE:NAME` or `FILE.py:NAME` by which another process (or this one, if `here`) imports a function."""
-    name = getattr(build, "__qualname__", type(build).__name__)
-    if not name.isidentifier() or name == "<lambda>":
+    name = getattr(build, "__qualname__", f"{type(build).__name__}(...)")  # of a partial, or of a callable object
+    if not name.isidentifier():
         raise UserError(f"build '{name}' cannot be imported by workers: make it a function at the top of a module")
     require_no_arguments("build", name, build)
     if build.__module__ != "__main__":

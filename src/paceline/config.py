@@ -48,8 +48,9 @@ def _workers(name: str, value: int) -> None:
 
 
 def _folder_name(name: str, value: str) -> None:
-    if "/" in value or value.strip() in ("", ".", ".."):
-        raise UserError(f"--{name} '{value}' is not a folder name: use letters, digits, dots and dashes")
+    if (is_long := len(os.fsencode(value)) > 255) or "/" in value or value.strip() in ("", ".", ".."):
+        other = f"'{value}' is not a folder name: use letters, digits, dots and dashes"
+        raise UserError(f"--{name} {'has more than 255 bytes: use a shorter --name' if is_long else other}")
 
 
 _Text = str | None
@@ -355,14 +356,14 @@ def parse_toml(path: Path, wanted: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"no file {path}: {wanted}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path} cannot be read as TOML: {error}") from None
+        why = "it is a folder" if path.is_dir() else error
+        raise UserError(f"{path} cannot be read as TOML: {why}; {wanted}") from None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Read settings from a TOML file; unknown keys and wrong types are errors that name the file."""
-    raw = parse_toml(path, "give a TOML file of settings, or flags alone")
     values = {}
-    for key, value in raw.items():
+    for key, value in parse_toml(path, "give a TOML file of settings, or flags alone").items():
         name = ALIASES.get(key, key.replace("-", "_"))
         if name == "schema":
             if value != SCHEMA:

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 FILE = HERE / "mistakes.txt"
 PROGRAMS = HERE / "programs"
 SECONDS = 120
-HARMLESS = ("one-ends", "one-breaks", "no-finish", "no-loader", "no-backward")
+HARMLESS = ("one-ends", "one-breaks", "no-finish", "no-loader")
 """Loops that end the run well; that one worker left before the others, or that all train on all data, is said."""
 SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "COLUMNS": "1000", "CUDA_VISIBLE_DEVICES": ""}
 PROGRESS = re.compile(r" *(\d+ %  )?update \d+  ")

@@ -310,3 +310,10 @@ def test_random_flips(tmp_path: Path, old: bool) -> None:
     found = bit_flips.measure(tmp_path, 14, 5, verbs, files, said.append, bad)
     assert not said
     assert sum(counts.total() for counts in found.values()) == 14 * len(verbs)
+
+
+def test_weights_that_are_gone_are_named(tmp_path: Path) -> None:
+    folder = whole_run(tmp_path)
+    folder.weights_file.unlink(missing_ok=True)
+    assert weights_problem(folder, {"weights_sha256": "0" * 64}) == "weights.safetensors is missing"
+    assert weights_problem(folder, {}) is None

@@ -85,8 +85,11 @@ class ServedRun:
             one.close()
         assert not self._thread.is_alive()
 
-    def work_honestly(self, worker: int = 0) -> None:
-        """Work as the worker of this number until the run is over. If the server has failed, raise why."""
+    def work_honestly(self, worker: int = 0) -> int:
+        """Work as the worker of this number until the run is over. If the server has failed, raise why.
+
+        Return what the last reply said of the end.
+        """
         if self.error is not None:
             raise self.error
         client = TcpClient(self.listener.address, TOKEN, worker_tls() if self.tls else None, patience=20)
@@ -95,6 +98,7 @@ class ServedRun:
         with contextlib.closing(client):
             WorkerLoop(self.run.make_worker(join), self.run.config).run(client, self.facts)
         self._thread.join(60)
+        return client.ending
 
     def result(self) -> dict[str, Any] | None:
         """The run's result, after its end; what ended it instead is raised."""

@@ -435,7 +435,7 @@ def test_an_address_that_cannot_be_listened_at_is_one_clear_line() -> None:
     for address, reason in (
         ("127.0.0.1", "write HOST:PORT"),
         ("host:99999", "a port is a number from 0 .* to 65535"),
-        ("192.0.2.7:0", "assign"),
+        ("192.0.2.7:0", "this machine does not have that address"),
     ):
         with pytest.raises(UserError, match=reason):
             Listener(address, TOKEN)

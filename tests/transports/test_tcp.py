@@ -25,7 +25,7 @@ from paceline.core.server import Roster, Server
 from paceline.errors import ProtocolError, UnknownWorker, UserError
 from paceline.transports import tcp_client as tcp_worker
 from paceline.transports.connection import Connection
-from paceline.transports.frames import PUSH_HEAD, FrameKind, beat_frame, fields_frame, header, padding
+from paceline.transports.frames import PUSH_HEAD, Ending, FrameKind, beat_frame, fields_frame, header, padding
 from paceline.transports.protocol import HEARD, Hello, Keepalive, ReportedFigures, parse_sizes, require_fitting
 from paceline.transports.shared_memory import SharedBuffers, SharedMemoryClient, SharedMemoryPeer, channel
 from paceline.transports.tcp_client import TcpClient
@@ -540,13 +540,14 @@ def test_a_worker_counts_its_steps_in_its_heartbeats() -> None:
         door.close()
 
 
-@pytest.mark.parametrize("drained", [False, True])
-def test_a_worker_knows_whether_it_alone_is_to_leave(drained: bool) -> None:
+@pytest.mark.parametrize("ending", Ending)
+def test_a_worker_knows_why_it_is_to_leave(ending: Ending) -> None:
     with Star(DENSE, UPDATES) as star:
         door = TcpClient(star.listener.address, TOKEN)
         door.apply({})
         until(lambda: star.doors, "its place")
-        star.doors[0].is_drained = drained
+        star.doors[0].ending = ending
         told = work(door, DENSE)
-        assert told.rows[-1][0].finished and door.is_drained is drained
+        reply = told.rows[-1][0]
+        assert reply.finished and door.ending == ending and reply.released is (ending is Ending.DRAINED)
         door.close()

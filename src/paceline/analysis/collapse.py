@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config import RunConfig
+from paceline.config import RunConfig, is_script
 from paceline.core.messages import Disposition
 from paceline.core.server import Server
 from paceline.interfaces import Scores
@@ -86,6 +86,15 @@ def logged_losses(path: Path, config: RunConfig) -> list[float]:
     """Return the losses of the pushes that count, in the order of the log."""
     records = scan_log(path, config).effective_records
     return [one.loss for one in records if one.kind == "push" and one.disposition == Disposition.TAKEN]
+
+
+def why_untrained(config: RunConfig, server: Server) -> str | None:
+    """Say that every push of a finished run was zero, and the likely cause; None if one was not, or nobody measured."""
+    if server.guard is None or not all(one.norms.are_all_zero for one in server.by_optimizer):
+        return None  # without a guard no push is measured, but those of a log before a resume
+    what = f"training collapsed: every push in {counted(server.version, 'update')} was 0, so nothing was trained"
+    instead = "call loss.backward() between zero_grad() and step()" if is_script(config) else "check the task's loss"
+    return f"{what}: {instead}, and give a learning rate above 0"
 
 
 def why_collapsed(

@@ -16,7 +16,7 @@ from paceline.analysis.naming import dataset_name, model_name, read_named_settin
 from paceline.analysis.reported import read_reported, reported_so_far
 from paceline.analysis.scored_weights import BY_WEIGHTS, SCORES, by_weights, comparable
 from paceline.config import ALIASES, FIELDS, is_simulated
-from paceline.errors import UserError, unknown_name
+from paceline.errors import UserError, nearest_names, unknown_name
 from paceline.runs.events import RowParser, read_tail
 from paceline.runs.folder import RunFolder
 from paceline.settings.stopping import BestMetric, is_lower_better
@@ -169,8 +169,9 @@ def _so_far(folder: RunFolder) -> Row:
 
 
 def weights_problem(folder: RunFolder, result: Row, most: float = float("inf")) -> str | None:
-    """Return which weights in a run folder, of files of at most `most` bytes, are not those that the run wrote."""
-    problems = []
+    """Return which weights in a run folder, of files of at most `most` bytes, are missing or not those of the run."""
+    is_missing = result.get("weights_sha256") is not None and not folder.weights_file.exists()
+    problems = [f"{folder.weights_file.name} is missing"] * is_missing
     for file in (folder.weights_file, folder.live_weights_file, folder.best_file):
         try:
             if file.is_file() and file.stat().st_size <= most:
@@ -242,7 +243,10 @@ def _key(name: str, flag: str, rows: Iterable[Row]) -> str:
     metrics = {metric for row in rows for metric in row["metrics"] or ()}
     if name in metrics:
         return name
-    raise UserError(f"{flag}: {unknown_name('field', name, (*KEYS, *sorted(metrics)))}")
+    known = (*KEYS, *sorted(metrics))
+    if nearest_names(name, known):
+        raise UserError(f"{flag}: {unknown_name('field', name, known)}")
+    raise UserError(f"{flag}: unknown field '{name}': 'paceline list --csv' has a column for each that is known")
 
 
 def _condition(text: str, rows: Iterable[Row]) -> Callable[[Row], bool]:

@@ -7,7 +7,7 @@ import os
 import random
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -25,11 +25,12 @@ from paceline.settings.preprocessing import PADDING, ways_of
 from paceline.settings.stopping import require_measured
 from paceline.system.subnormals import flush_subnormals
 from paceline.tasks.given_weights import GivenWeights
-from paceline.tasks.nested import num_samples, tensors_of
+from paceline.tasks.nested import device_of, num_samples, rows_of, tensors_of
 from paceline.tasks.step import StepSettings
 from paceline.tasks.supervised import SupervisedTask
 
 _INITIAL = 0x1417
+COMPARED_INPUTS = 32  # train samples, spread over the whole set
 
 
 def prepare_device(config: RunConfig) -> torch.device:
@@ -94,8 +95,11 @@ def load_task(text: str) -> SupervisedTask:
         task = make_own("task", text)
     except UserError as error:
         raise _of_task_call(error, text) from error.__cause__
+    name = text.rpartition(":")[2]
+    if inspect.iscoroutine(task):
+        task.close()  # else Python warns of it later
+        raise UserError(f"task '{text}': {name}() is async, and nobody awaits it: write def {name}(), without async")
     if not isinstance(task, SupervisedTask):
-        name = text.rpartition(":")[2]
         raise UserError(f"task '{text}': {name}() returned {type(task).__name__}, not a paceline.Task")
     return task
 
@@ -112,23 +116,49 @@ def _of_task_call(error: UserError, text: str) -> UserError:
 def identity_of(task: SupervisedTask) -> dict[str, Any]:
     """What every process of a run must agree on, checked when a worker joins."""
     inputs, targets = task.train
-    check = 0
-    for tensor in tensors_of(targets) or tensors_of(inputs):
-        check = zlib.crc32(tensor.cpu().contiguous().numpy().tobytes(), check)
     layout = zlib.crc32(repr(task.layout.to_rows()).encode())
+    check = _checksum(tensors_of(targets) or tensors_of(inputs))
     return {"layout": layout, "num_samples": num_samples(inputs), "targets": check}
 
 
+def build_of(task: SupervisedTask) -> dict[str, Any]:
+    """What all processes of one machine must agree on, of a task that is not bound yet.
+
+    Beside `identity_of`, that is what another machine may round differently: the first weights and some of the inputs.
+    """
+    total = num_samples(task.train[0])
+    rows = torch.arange(0, total, -(-total // COMPARED_INPUTS))
+    inputs = tensors_of(rows_of(task.train[0], rows.to(device_of(task.train[0]))))
+    return {**identity_of(task), "inputs": _checksum(inputs), "weights": weights_check(task)}
+
+
+def weights_check(task: SupervisedTask) -> int:
+    """A checksum of all that a model's state dict holds, the frozen weights too."""
+    state = task.model.state_dict()
+    return _checksum([state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor)])
+
+
+def _checksum(tensors: Iterable[Tensor]) -> int:
+    check = 0
+    for tensor in tensors:
+        plain = tensor.detach().cpu().contiguous().reshape(-1)
+        check = zlib.crc32(plain.view(torch.uint8).numpy().tobytes(), check)
+    return check
+
+
 def why_builds_differ(config: RunConfig, ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
-    """Say that two processes of one machine have built different tasks, by the facts of `identity_of`.
+    """Say that two processes of one machine have built different tasks, by the facts of `build_of`.
 
     None if these are equal, or the task is built-in.
     """
-    parts = {"layout": "model", "num_samples": "number of samples", "targets": "targets"}
+    parts = {"layout": "model", "num_samples": "number of samples", "targets": "targets", "inputs": "inputs"}
+    parts |= {"weights": "first weights"}
     names = [name for name in mismatched_keys(ours, theirs) if name in parts]
     if config.task is None or not names:
         return None
-    what = f"{config.task.rpartition(':')[2]}() returns {'another model' if 'layout' in names else 'other data'}"
+    is_model = "layout" in names or names == ["weights"]
+    names = names[:1] if names[0] in ("layout", "num_samples") else names  # the others follow from it
+    what = f"{config.task.rpartition(':')[2]}() returns {'another model' if is_model else 'other data'}"
     differing = " and ".join(parts[name] for name in names)
     return f"{what} in each process (different {differing}): give its random generators a fixed seed"
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -47,6 +48,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, verb: str, description: str, usage: str | None = None) -> None:
         self._known: list[argparse.Action] = []
+        self._words: list[str] = []  # as they are parsed
         self._choices: dict[str, tuple[str, ...]] = {}
         self._advanced: list[argparse.Action] = []
         super().__init__(f"paceline {verb}", usage, description, add_help=False, allow_abbrev=False)
@@ -114,11 +116,17 @@ class Parser(argparse.ArgumentParser):
             helps = {_name(action): action.help for action in self._known}
             helps |= {name: ", ".join(choices) for name, choices in self._choices.items()}
             message = ", ".join(f"{name} is missing ({helps[name]})" for name in names.split(", "))
+        flag, is_alone, _ = message.removeprefix("argument ").partition(": expected one argument")
+        flags = flag.split("/")
+        for word, value in itertools.pairwise(self._words if is_alone else []):
+            if word in flags and value.startswith("-") and value not in self.flags():
+                raise UserError(f"{word} {value}: a value that begins with a dash is taken for a flag: {word}={value}")
         message = message.replace(": expected one argument", " needs a value: there is none behind it")
         raise UserError(f"{message}; see '{self.prog} --help'")
 
     def parse_strictly(self, arguments: list[str]) -> argparse.Namespace:
         """Parse like parse_args, but for an unknown flag suggest similar flags."""
+        self._words = arguments
         try:
             parsed, unknown = self.parse_known_args(arguments)
         except UserError:
@@ -128,7 +136,17 @@ class Parser(argparse.ArgumentParser):
             raise UserError(self._did_you_mean(typos[0])) from None  # the missing argument may be the mistyped one
         if unknown:
             raise UserError(self._did_you_mean(unknown[0]))
+        self._require_words(parsed)
         return parsed
+
+    def _require_words(self, parsed: argparse.Namespace) -> None:
+        """Refuse an empty text, as of a variable that a shell does not know: as a path it would be this folder."""
+        for action in self._known:
+            found = getattr(parsed, action.dest, None)
+            words = found if isinstance(found, list) else [found]
+            if "" in words[: 1 if action.nargs == argparse.REMAINDER else None]:
+                what = action.option_strings[-1] if action.option_strings else _name(action)
+                raise UserError(f"{what} is empty: {action.help}; see '{self.prog} --help'")
 
     def flags(self) -> list[str]:
         """All names of flags."""
@@ -275,6 +293,9 @@ def script_of(words: list[str], parser: Parser) -> list[str]:
 
 def config_from(parsed: argparse.Namespace, file: str | None, base: dict[str, Any] | None = None) -> RunConfig:
     """Return the settings of `base`, of the file and of the flags given; a later one wins."""
+    if file is not None and file.endswith(".py"):
+        instead = f"'paceline run {file}' runs its own loop on several workers, 'python {file}' one with paceline.train"
+        raise UserError(f"{file} is a script, and a file of settings is TOML: {instead}")
     values = {**(base or {}), **(read_toml(Path(file)) if file is not None else {})}
     flags = {name: getattr(parsed, name) for name in FIELDS if getattr(parsed, name, None) is not None}
     config = RunConfig(**{**values, **flags})

@@ -139,7 +139,7 @@ def _add_connection(parser: Parser) -> None:
     parser.add("--connect", "address of the server", metavar="HOST:PORT")
     parser.add("--run", "run folder of a server on this machine: finds address, token and certificate", metavar="RUN")
     add_proof(parser)
-    patience = "seconds to retry while the server cannot be reached [%(default)g]"
+    patience = "seconds to retry while the server cannot be reached, at the start at most 30 [%(default)g]"
     parser.add("--patience", patience, type=float, default=PATIENCE_SECONDS, metavar="S")
 
 

@@ -132,8 +132,9 @@ def _scores(result: dict[str, Any]) -> list[str]:
     for which in ("test", "validation", "train"):
         accuracy, loss, total = (result[f"{which}_{name}"] for name in ("accuracy", "loss", "total"))
         values = [f"{accuracy:.2f} % ({result[f'{which}_correct']}/{total})"] if accuracy is not None else []
-        if loss is not None:
-            values.append(f"loss {loss_text(loss)}" if values else loss_text(loss))
+        if loss is not None or total is not None:
+            text = loss_text(loss) if loss is not None else _measured(None)
+            values.append(f"loss {text}" if values else text)
         values += [f"{name} {_measured(value)}" for name, value in (result.get(f"{which}_metrics") or {}).items()]
         if values and which == "train" and total is not None and total < (whole := result.get("epoch_samples") or 0):
             values.append(f"on {total:,} of {whole:,} samples")

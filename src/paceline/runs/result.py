@@ -219,10 +219,10 @@ def make_result(
     return {**result, **unknown, "environment": environment()}
 
 
-def what_diverged(server: Server) -> str:
-    """Say when a run diverged, and what was not finite."""
+def what_diverged(server: Server, weights: str | None = None) -> str:
+    """Say when a run diverged, and what was not finite; `weights` says that of the final ones."""
     found = server.divergence
-    what = "the weights are no longer finite"
+    what = weights or "the weights are no longer finite"
     head = f"training diverged at update {server.version} ({counted(server.samples, 'sample')})"
     if found is not None and found.is_update_finite:
         what = f"the loss of worker {found.worker} was a NaN or infinity, though its push was finite"
@@ -233,9 +233,9 @@ def what_diverged(server: Server) -> str:
     return f"{head}: {what}"
 
 
-def why_diverged(config: RunConfig, server: Server) -> str:
-    """Say what happened, the likely cause, and what to change."""
-    found, what = server.divergence, what_diverged(server)
+def why_diverged(config: RunConfig, server: Server, weights: str | None = None) -> str:
+    """Say what happened, the likely cause, and what to change; `weights` says what is wrong with the final ones."""
+    found, what = server.divergence, what_diverged(server, weights)
     if found is not None and not server.version and server.inside is None:
         source = "script's inputs" if is_script(config) else "inputs"
         where = f"the {source}, the model's first weights or the loss function"

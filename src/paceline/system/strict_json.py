@@ -94,6 +94,8 @@ def unseal(text: str | bytes) -> dict[str, Any]:
     Traceback (most recent call last):
     ValueError: its checksum is wrong
     """
+    if not text:
+        raise ValueError("it is empty")
     value = from_json(text)
     if not isinstance(value, dict):
         raise ValueError("it is not an object")

@@ -38,6 +38,9 @@ class FlatModule:
                 what = f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, and weights are trained as"
                 instead = "call model.float() before, with autocast for a faster forward pass, or freeze the parameter"
                 raise UserError(f"{what} float32: {instead}")
+        if empty := [name for name, one in (*module.named_parameters(), *module.named_buffers()) if one.is_meta]:
+            instead = "make the model without torch.device('meta'), or give it values first (to_empty, then initialise)"
+            raise UserError(f"{empty[0]} is on device meta, which holds no values: {instead}")
         buffers = module.named_buffers()
         self._buffers = {n: b for n, b in buffers if b.dtype == torch.float32 or (casts and b.is_floating_point())}
         self._counts = self._integer_buffers()

@@ -189,7 +189,9 @@ def token_of(options: ConnectOptions) -> bytes:
     """Read the token from the file or the variable. Raise UserError, which says where it is, if there is neither."""
     token = read_token(Path(options.token_file) if options.token_file is not None else None, os.environ)
     if token is None:
-        here = "on the server's own machine name the run's folder instead of the address, by --run RUN"
+        here = (
+            "on the server's own machine the run's folder RUN in place of the address needs none (a worker: --run RUN)"
+        )
         raise UserError(f"no token for {options.connect}: give RUN/token by --token-file or {TOKEN_VARIABLE}; {here}")
     return token
 

@@ -197,8 +197,12 @@ def listen(address: str) -> socket.socket:
         sock.setblocking(False)
     except OSError as error:
         sock.close()
-        taken = "another program listens there: choose another port" if error.errno == errno.EADDRINUSE else None
-        raise UserError(f"cannot listen at {address}: {taken or error.strerror}") from None
+        why = {
+            errno.EADDRINUSE: "another program listens there: choose another port",
+            errno.EADDRNOTAVAIL: "this machine does not have that address: give one of its own, or 0.0.0.0 for all",
+            errno.EACCES: "only root may listen at ports below 1024: choose another port",
+        }.get(error.errno or 0, error.strerror)
+        raise UserError(f"cannot listen at {address}: {why}") from None
     return sock
 
 

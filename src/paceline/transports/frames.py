@@ -26,15 +26,24 @@ PUSH_HEAD = struct.Struct("<IIIBxxxQQQQffffd8x")
 """seq, reply, samples, number of the optimizer, bytes of update, of state, of both saved local states, of what an own
 loop says, loss, seconds: cpu, wall, waited, weight (BY_SAMPLES: the samples)."""
 REPLY_HEAD = struct.Struct("<BBBBIQQdIIQQIIQQ")
-"""over (or DRAINED), encoded, asks for the local state, number of the optimizer, serial, version, batch, lr, steps,
+"""an Ending or 0, encoded, asks for the local state, number of the optimizer, serial, version, batch, lr, steps,
 generation of the data assignment, bytes of its members (0 if the worker knows them), bytes of the weights or of the
 encoded reply, pushes that the policy dropped, pushes dropped that count as steps of an own loop, bytes of what an own
 loop said last, and of the buffers that its model had then."""
 REQUEST_HEAD = struct.Struct("<QBBxxI")  # number, kind, optimizer, samples; statistics follow
 ANSWER_HEAD = struct.Struct("<QBxxxI")  # number of the request, whether the weights are averaged, bytes of padding
 BEAT_BODY = struct.Struct("<Q8x")  # steps that the worker has begun
-DRAINED = 2  # in the first byte of a reply: this worker alone is to leave
 MAX_AT_ONCE = 64  # the most buffers per send: the system's limit is 1,024
+
+
+class Ending(enum.IntEnum):
+    """The first byte of a worker's last reply: why training is over for it."""
+
+    FINISHED = 1
+    DRAINED = 2  # for this worker alone
+    STOPPED = 3  # by a signal to the server
+    DIVERGED = 4
+
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[memoryview, None, T]  # yields each buffer to fill next, and continues when it is full

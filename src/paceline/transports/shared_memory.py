@@ -31,7 +31,7 @@ from paceline.system.memory import receive_fds
 from paceline.system.shared_segment import Segment, page_aligned
 from paceline.system.strict_json import from_json, to_json
 from paceline.transports import protocol
-from paceline.transports.frames import DRAINED
+from paceline.transports.frames import Ending
 from paceline.transports.protocol import Hello, Peer, ReportedFigures, ScriptTransport, Timing, unreadable
 
 _PUSH = struct.Struct("<BBxxIIIQffffd")
@@ -181,7 +181,7 @@ class SharedMemoryClient(ScriptTransport):
             self._assignment = protocol.unpack_assignment(generation, packet[_REPLY.size :])
         work = serial, version, batch, bool(finished), steps, lr
         counts = dropped, discarded, optimizer
-        return Reply(worker, incarnation, *work, self._assignment, *counts, released=finished == DRAINED)
+        return Reply(worker, incarnation, *work, self._assignment, *counts, released=finished == Ending.DRAINED)
 
 
 def _fields_of(packet: bytes) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class SharedMemoryPeer(Peer):
     def answer(self, reply: Reply) -> None:
         """Send a reply, with its members if they are new. If the worker is gone, the next `receive` says so."""
         generation = reply.assignment.generation if reply.assignment is not None else 0
-        over = DRAINED if reply.released else reply.finished
+        over = Ending.DRAINED if reply.released else reply.finished
         named = (_REPLIED, over, reply.optimizer, reply.serial, reply.version)
         counts = reply.dropped, reply.discarded
         packet = _REPLY.pack(*named, reply.batch, reply.lr, reply.steps, generation, *counts)

@@ -18,7 +18,7 @@ from paceline.errors import ProtocolError, UnknownWorker, UserError
 from paceline.transports import frames
 from paceline.transports.auth import ClientHandshake
 from paceline.transports.connection import Connection, JoinRefused, connected, read, require_token, send
-from paceline.transports.frames import PUSH_HEAD, REPLY_HEAD, FrameKind, Reading, header, padding, read_bytes
+from paceline.transports.frames import PUSH_HEAD, REPLY_HEAD, Ending, FrameKind, Reading, header, padding, read_bytes
 from paceline.transports.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS, ConnectionReport, introduce
 from paceline.transports.protocol import (
     BY_SAMPLES,
@@ -123,8 +123,8 @@ class TcpClient(Transport):
         """Why the server refused the worker, if `exchange` returned None because of that."""
         self.num_steps: Callable[[], int] = lambda: 0  # how many steps the worker has begun: its heartbeats say so
         self._dropped_because: str | None = None  # why the server goes on without this worker, if it does
-        self.is_drained = False
-        """Whether the last reply ended the work of this worker alone, because an operator drained it."""
+        self.ending = 0
+        """Why the last reply ended the work of this worker, as an `Ending`; 0: it goes on."""
 
     def apply(
         self,
@@ -302,9 +302,9 @@ class TcpClient(Transport):
             yield view(memory.state)
         yield from read_bytes(pad)
         memory.num_pulled = count if encoded else 0
-        self._ship_state, self.is_drained = bool(ship_own), finished == frames.DRAINED
+        self._ship_state, self.ending = bool(ship_own), finished
         asked = (serial, version, batch, bool(finished), steps, lr, self._assignment)
-        return Reply(worker, incarnation, *asked, dropped, discarded, optimizer, released=self.is_drained)
+        return Reply(worker, incarnation, *asked, dropped, discarded, optimizer, released=finished == Ending.DRAINED)
 
     def _read_members(self, generation: int, nbytes: int, left: int) -> Reading[None]:
         """Read the members of a new data assignment: all of a reply except its head and its weights."""

@@ -87,7 +87,7 @@ class TcpPeer(Peer):
         self.last_heard = time.monotonic()
         self.wants_state = False
         """Whether replies ask the worker to send its local state with the next push, until a push has brought it."""
-        self.is_drained = False  # whether its last reply is to say that it alone leaves
+        self.ending = frames.Ending.FINISHED  # what its last reply is to say
         self.state_seq = -1  # the last push that brought the local state, as saved with it and before it
         self._largest = largest
         self._most = {FrameKind.BEAT: frames.BEAT_BODY.size, FrameKind.BYE: 0}
@@ -340,7 +340,7 @@ class TcpPeer(Peer):
         body = view(slot.pulled[: slot.num_pulled]) if encoded else views.weights
         generation, members = self._new_members(reply.assignment)
         facts = reply.serial, reply.version, reply.batch, reply.lr, reply.steps, generation
-        over = frames.DRAINED if reply.finished and self.is_drained else reply.finished
+        over = self.ending if reply.finished else 0
         loop = view(slot.loop) if not reply.serial else memoryview(b"")  # what the last incarnation said
         state = view(slot.state) if not reply.serial and slot.brings_state else memoryview(b"")
         counts = len(members), len(body), reply.discarded, reply.dropped, len(loop), len(state)

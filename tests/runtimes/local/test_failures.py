@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
+from paceline.core.messages import Join, Reply
+from paceline.core.worker import LocalWorker, work
 from paceline.runtimes.local.failures import WorkerFailures, describe_exception
 
 SCRIPT = "def helper():\n    raise ValueError('two\\nlines')\n\nhelper()\n"
@@ -16,11 +21,25 @@ SCRIPT = "def helper():\n    raise ValueError('two\\nlines')\n\nhelper()\n"
 
 def raised_by(path: Path, text: str) -> BaseException:
     path.write_text(text)
-    import runpy
-
     with pytest.raises(BaseException) as caught:
         runpy.run_path(str(path))
     return caught.value
+
+
+def test_a_stop_iteration_of_the_users_model_is_told_with_its_own_line(tmp_path: Path) -> None:
+    """Our worker is a generator, out of which Python makes a RuntimeError of it."""
+    model, stub = tmp_path / "model.py", Mock(**{"codecs.pull": None})
+    model.write_text("raise StopIteration\n")
+    stub.gradient = lambda batch: runpy.run_path(str(model))
+    worker = LocalWorker.__new__(LocalWorker)
+    worker._generator = work(stub, stub, Join(0, 0), stub, torch.zeros(1), torch.zeros(0))
+    next(worker._generator)
+    worker.pending = Reply(0, 0, 0, 0, 0)
+    with pytest.raises(RuntimeError) as caught:
+        worker.push()
+    told = describe_exception(caught.value)
+    assert told.text == "StopIteration (model.py, line 1)"
+    assert "worker.py" not in told.traceback and "RuntimeError" not in told.traceback
 
 
 @pytest.mark.long

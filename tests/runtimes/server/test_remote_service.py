@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +14,20 @@ from paceline.assembly.run import sizes_of
 from paceline.assembly.task import identity_of
 from paceline.core.buffers import BufferSizes, WorkerBuffers
 from paceline.core.messages import Join, OwnLoopInput, Push
+from paceline.core.worker import LocalWorker
+from paceline.errors import PacelineError
 from paceline.runtimes.scripts.remote.client import LoopClient
+from paceline.runtimes.scripts.remote.worker import require_good_end
 from paceline.runtimes.server import remote_service, service
 from paceline.runtimes.server.remote_service import ForegroundChannel, RemoteService, SingleServer
 from paceline.runtimes.server.runtime import LoopService, TcpPeers
 from paceline.system.environment import package_version
-from paceline.transports.frames import REQUEST_HEAD, FrameKind
+from paceline.transports.frames import REQUEST_HEAD, Ending, FrameKind
 from paceline.transports.listener import Listener
 from paceline.transports.protocol import ScriptPeer
 from paceline.transports.tcp_client import TcpClient
 from tests.support.recorded_runs import RecordedRun, small_config
+from tests.support.served_runs import ServedRun
 from tests.support.waiting import until
 
 
@@ -152,3 +157,44 @@ def test_a_worker_that_waits_for_another_gets_all_of_a_large_answer(
     first.join(20)
     served.close()
     assert is_answered
+
+
+def stop_at_the_first_step(served: ServedRun) -> None:
+    """Let a signal reach the server while its worker computes."""
+    make_worker = served.run.make_worker
+
+    def make(join: Join) -> LocalWorker:
+        worker = make_worker(join)
+        push = worker.push
+
+        def push_late() -> Push | None:
+            served.line.stop("terminated")
+            until(lambda: served.run.server.finished, "the stop")
+            return push()
+
+        worker.push = push_late  # type: ignore[method-assign]
+        return worker
+
+    served.run.make_worker = make  # type: ignore[method-assign]
+
+
+ENDS: dict[Ending, tuple[dict[str, Any], Callable[[ServedRun], None], int]] = {
+    Ending.FINISHED: ({}, lambda served: None, 0),
+    Ending.DIVERGED: ({"lr": 1e38, "rule": "plain"}, lambda served: None, 3),
+    Ending.STOPPED: ({}, stop_at_the_first_step, 130),
+}
+
+
+@pytest.mark.parametrize("ending", ENDS)
+def test_a_worker_ends_with_the_exit_code_of_its_run(tmp_path: Path, ending: Ending) -> None:
+    settings, prepare, code = ENDS[ending]
+    with ServedRun(tmp_path, **settings) as served:
+        prepare(served)
+        found = served.work_honestly()
+    assert found == ending
+    try:
+        require_good_end(found)
+    except PacelineError as error:
+        assert error.exit_code == code
+    else:
+        assert code == 0

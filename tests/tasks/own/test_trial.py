@@ -53,6 +53,7 @@ LATE = (X, Y.clone())
 LATE[1][39] = 7  # outside of the first batch
 MISTAKES: dict[str, tuple[Any, ...]] = {
     "class of a model": (nn.Linear, CROSS, "the model is the class Linear: give an instance"),
+    "model on meta": (nn.Linear(4, 3, device="meta"), CROSS, "weight is on device meta, which holds no values"),
     "no model": (abs, CROSS, "the model is builtin_function_or_method: give a torch.nn.Module"),
     "class of a loss": (
         linear(),
@@ -81,9 +82,9 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
         linear(),
         CROSS,
         LATE,
-        r"targets int64 \[8\] \(from 0 to 7\) fails: IndexError: Target 7 is out of",
+        r"targets int64 \[8\] \(from 0 to 7\) fails: model Linear scores 3 classes, so give labels from 0 to 2, or",
     ),
-    "negative": (linear(), CROSS, (X, Y - 1), r"from -1 to 1\) fails: IndexError: Target -1 is out of"),
+    "negative": (linear(), CROSS, (X, Y - 1), r"from -1 to 1\) fails: model Linear scores 3 classes"),
     "broadcast": (
         linear(1),
         nn.functional.mse_loss,
@@ -109,7 +110,7 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
         [{"x": X[row], "y": Y[row]} for row in range(40)],
         r"keyword arguments of forward\(\): x, y; if one of them is the target, let samples be pairs",
     ),
-    "test target": (linear(), CROSS, (X, Y), LATE, "and test targets int64 .*Target 7"),
+    "test target": (linear(), CROSS, (X, Y), LATE, "and test targets int64 .*so give labels from 0 to 2"),
     "test shape": (linear(), CROSS, (X, Y), (X[:, :2], Y), r"on the test inputs, float32 \[8, 2\]"),
 }
 

@@ -76,6 +76,11 @@ class NormHistory:
         self.usual = median_low([norm for norm in self._largest.values() if norm] or [0.0])
         self.bound = BOUND * self.usual if self.known >= MIN_HISTORY and self.usual else math.inf
 
+    @property
+    def are_all_zero(self) -> bool:
+        """Whether there were pushes, and every one of them was zero."""
+        return self.known > 0 and not any(self._largest.values())
+
     def facts(self) -> dict[str, Any]:
         """Everything needed to go on from here, as JSON values."""
         return {"known": self.known, "largest": sorted(self._largest.items())}

@@ -150,7 +150,8 @@ def _snapshot(path: Path) -> RunSnapshot | None:
 def _no_run(path: Path) -> str:
     if path.is_dir():
         return f"{path} is not a run folder and contains none: give runs/NAME, or a folder of runs"
-    return f"{path} does not exist: give a run folder as in runs/NAME, a folder of runs, or HOST:PORT of a server"
+    what = "is a file" if path.exists() else "does not exist"
+    return f"{path} {what}: give a run folder as in runs/NAME, a folder of runs, or HOST:PORT of a server"
 
 
 class RunFollower:

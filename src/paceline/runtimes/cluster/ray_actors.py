@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import from_dict
-from paceline.errors import PacelineError
+from paceline.errors import Diverged, Interrupted, PacelineError
 from paceline.reports.console import Console
 from paceline.runs.folder import RunFolder
 from paceline.runtimes.cluster import join
@@ -112,6 +112,8 @@ class WorkerActor:
             if options.script is not None:
                 return self._work_in_process(options)
             over = join.join_server(options, Console(quiet=True))
+        except (Diverged, Interrupted):  # of which the server tells
+            return None
         except PacelineError as error:
             return str(error)
         return None if over else f"the server at {options.connect} is gone"

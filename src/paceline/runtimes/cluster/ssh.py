@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import RunConfig
-from paceline.errors import UserError
+from paceline.errors import Diverged, Interrupted, UserError
 from paceline.runtimes.cluster import host_probe
 from paceline.runtimes.cluster.hosts_file import (
     CONNECT_SECONDS,
@@ -164,7 +164,8 @@ class RemoteWorkers:
         assert process.stdout is not None
         for line in process.stdout:
             self._note(f"[{name}] {line.rstrip()}")
-        if code := process.wait():
+        told = Diverged.exit_code, Interrupted.exit_code  # its last line says why
+        if (code := process.wait()) and code not in told:
             how = "the connection was lost" if code == 255 else f"exit code {code}"
             self._note(f"[{name}] ended ({how})")
 

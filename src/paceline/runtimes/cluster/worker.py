@@ -23,7 +23,13 @@ from paceline.core.messages import Push, Reply
 from paceline.data.datasets import Dataset
 from paceline.errors import ProtocolError, UnknownWorker, UserError
 from paceline.runtimes.scripts.remote.client import LoopClient
-from paceline.runtimes.scripts.remote.worker import LEAVE_SECONDS, WorkerCommand, work_in_processes, work_in_script
+from paceline.runtimes.scripts.remote.worker import (
+    LEAVE_SECONDS,
+    WorkerCommand,
+    require_good_end,
+    work_in_processes,
+    work_in_script,
+)
 from paceline.runtimes.server.admission import own_place
 from paceline.runtimes.sharded.client import ShardedClient
 from paceline.runtimes.sharded.spans import coding_of
@@ -37,11 +43,12 @@ from paceline.system.terminal import counted, printable
 from paceline.tasks.given_weights import read_given
 from paceline.tasks.host_staging import pinned_memory
 from paceline.tasks.supervised import SupervisedTask
+from paceline.transports.frames import Ending
 from paceline.transports.handshake import ConnectionReport
 from paceline.transports.protocol import Timing
 from paceline.transports.tls import Tls, worker_tls
 
-JOIN_SECONDS = 30.0  # how long to try to join: the server may be starting, or evaluating its model
+JOIN_SECONDS = 30.0  # how long to try to join, at most: the server may be starting, or evaluating its model
 Load: TypeAlias = Callable[[RunConfig], Dataset | None]
 BlockingCall: TypeAlias = Callable[[], None]
 Calls: TypeAlias = "queue.SimpleQueue[BlockingCall | None]"
@@ -89,15 +96,16 @@ def work(
 ) -> bool:
     """Work until training is over. Return False if the server went away before.
 
-    On SIGTERM it finishes its push, leaves the run and raises KeyboardInterrupt. `command` starts another worker like
-    this one: a run of a user's script has one in each process.
+    Raise Interrupted if the run was stopped, and Diverged if it has diverged. On SIGTERM this finishes its push, leaves
+    the run and raises KeyboardInterrupt. `command` starts another worker like this one: a run of a user's script has
+    one in each process.
     """
     keep_freed_memory()
     if ":" in options.device:
         torch.cuda.set_device(options.device)
     with contextlib.ExitStack() as stack:
         is_leaving = stack.enter_context(leave_signal(LEAVE_SECONDS))
-        context = WorkerContext(options, load, say, is_leaving)
+        context = WorkerContext(options, connection.patience, load, say, is_leaving)
         numbers = range(options.overlap + 1)
         clients = [stack.enter_context(contextlib.closing(connection.open(context.report_of))) for _ in numbers]
         welcome = context.apply(clients[0], 0)
@@ -117,6 +125,7 @@ def work(
                 call = slots[0].advance()
     if is_leaving() and not all(slot.has_finished for slot in slots):
         raise KeyboardInterrupt
+    require_good_end(clients[0].ending)
     return all(slot.has_finished for slot in slots)
 
 
@@ -189,9 +198,14 @@ class WorkerContext:
     """What the workers of this process share: the data, loaded once, and the settings of this machine."""
 
     def __init__(
-        self, options: WorkerOptions, load: Load, say: Callable[[str], None], is_leaving: Callable[[], bool]
+        self,
+        options: WorkerOptions,
+        patience: float,
+        load: Load,
+        say: Callable[[str], None],
+        is_leaving: Callable[[], bool],
     ) -> None:
-        self.options, self._load, self.say, self.is_leaving = options, load, say, is_leaving
+        self.options, self.patience, self._load, self.say, self.is_leaving = options, patience, load, say, is_leaving
         self.report_of = functools.cache(functools.partial(ConnectionReport, say))
         self.threads = options.threads or cores()
         self._loaded: tuple[RunConfig, Dataset | None] | None = None
@@ -200,7 +214,7 @@ class WorkerContext:
         """Ask to join, as worker `number` of this process."""
         wanted = None if self.options.worker is None else self.options.worker + number
         facts = {"worker": wanted, "version": package_version("paceline"), "device": self.options.device}
-        return client.apply(facts, JOIN_SECONDS, lambda: {"place": own_place(self.threads)})
+        return client.apply(facts, min(JOIN_SECONDS, self.patience), lambda: {"place": own_place(self.threads)})
 
     def prepare(self, config: RunConfig) -> tuple[RunConfig, Dataset | None]:
         """Return the server's settings with this machine's own in their place, and the data."""
@@ -295,9 +309,9 @@ class PipelineSlot:
     def _say_end(self) -> None:
         """Tell the user why this worker ends; if its server is gone, that was said already."""
         worker = self._loop.instance.join.worker
-        if self.has_finished and self._transport.is_drained:
+        if self.has_finished and self._transport.ending == Ending.DRAINED:
             self._context.say(f"worker {worker} was drained: it has left the run, which goes on")
-        elif self.has_finished:
+        elif self.has_finished and self._transport.ending == Ending.FINISHED:
             self._context.say(f"worker {worker} has finished: the server needs no more steps of it")
         elif self._transport.farewell is not None:
             self._context.say(f"worker {worker} ends: {printable(self._transport.farewell)}")

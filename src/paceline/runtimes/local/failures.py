@@ -49,6 +49,9 @@ def describe_exception(error: BaseException) -> RaisedException:
 
     One that comes from a process of a DataLoader is described as it was raised there.
     """
+    innermost = traceback.extract_tb(error.__traceback__)[-1:]
+    if isinstance(error.__cause__, StopIteration) and any(_is_internal(frame.filename) for frame in innermost):
+        error = error.__cause__  # it is the user's, and the generator that must not raise it is ours
     begin, shows_ours = error.__traceback__, False
     while begin is not None and begin.tb_next is not None and _is_internal(begin.tb_frame.f_code.co_filename):
         begin = begin.tb_next

@@ -13,7 +13,7 @@ import torch
 
 from paceline.assembly.cpu_sharing import polls_before_sleep
 from paceline.assembly.preflight import announce_batches
-from paceline.assembly.task import identity_of, make_task, why_builds_differ
+from paceline.assembly.task import build_of, make_task, why_builds_differ
 from paceline.config import from_dict
 from paceline.core.driver import BareDriver
 from paceline.core.server import Server
@@ -39,6 +39,7 @@ class RingRendezvous:
 
     def __init__(self, place: RingWorker, control: SupervisorChannel) -> None:
         self.place, self.control = place, control
+        self._build = build_of(place.task)
         self.connections: dict[int, socket.socket] = {}
         self.missing: list[int] = []
         self.stop_reason: str | None = None
@@ -77,7 +78,7 @@ class RingRendezvous:
         except ConnectionResetError:
             packet = b""
         if packet:
-            ours, theirs = identity_of(self.place.task), json.loads(packet)
+            ours, theirs = self._build, json.loads(packet)
             if wrong := mismatched_keys(ours, theirs):
                 differs = f"worker {worker} differs from worker 0 in {' and '.join(wrong)}: give all the same data"
                 raise UserError(why_builds_differ(self.place.config, ours, theirs) or differs)
@@ -146,7 +147,7 @@ def worker(spec: dict[str, Any], fds: list[int]) -> int:
     """Run any other worker until training is over or worker 0 is gone."""
     place = _place(spec, _dataset(spec, fds), spec["worker"])
     connection = socket.socket(fileno=fds[0])
-    connection.send(to_json(identity_of(place.task)).encode())
+    connection.send(to_json(build_of(place.task)).encode())
     packet, passed = receive_fds(connection, _LARGEST, place.num_workers + 1)
     if not packet:
         return 0  # worker 0 is gone, which the supervisor reports

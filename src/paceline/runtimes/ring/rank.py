@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from paceline.assembly.preflight import provenance, startup_warnings
-from paceline.assembly.task import identity_of, make_task, prepare_device
+from paceline.assembly.task import identity_of, make_task, prepare_device, weights_check
 from paceline.config import RunConfig, to_dict
 from paceline.core.driver import BareDriver
 from paceline.core.worker import LocalWorker
@@ -67,7 +67,8 @@ class RankWorker:
             torch.cuda.set_device(rank.local)
             device = torch.device("cuda", rank.local)
         task = make_task(config, dataset, read_given(config)).to(device)
-        meeting.open({**_identity(config), **identity_of(task)}, config.device)
+        facts = {**_identity(config), **identity_of(task), "weights": weights_check(task)}  # each rank steps its own
+        meeting.open(facts, config.device)
         self.ring = ProcessGroupRing(rank, task.layout.size, task.state_size, device)
         nbytes = build_codec(config.codec or "none", task.layout, device).ring_nbytes(rank.size)
         self.place = RingWorker(config, task, rank.number, 0, (self.ring.mean, nbytes))

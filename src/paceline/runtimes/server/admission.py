@@ -196,9 +196,14 @@ class Admission:
 
     def _no_place(self, wanted: Any) -> str:
         last = self._host.server.max_workers - 1
-        if wanted is not None:
-            return f"worker {wanted} of 0 to {last} is here already, has done its work, was expelled or does not exist"
         members = self._host.server.members.values()
+        if wanted is not None:
+            if wanted not in range(last + 1):
+                return f"this run has workers 0 to {last}, and no worker {wanted}: leave --worker out"
+            if wanted in self._peers.by_worker:
+                return f"worker {wanted} is here already: leave --worker out"
+            member = self._host.server.members.get(wanted)
+            return f"worker {wanted} {'was expelled' if member and member.expelled else 'has done its work'}"
         if expelled := sum(member.expelled for member in members):
             return f"no place is free: {expelled} of {last + 1} workers were expelled, and stay out until a resume"
         return f"all {last + 1} workers of this run are here: start the server with a larger --max-workers"

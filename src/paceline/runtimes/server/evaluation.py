@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.analysis.collapse import COLLAPSED, why_collapsed, why_untrained
+from paceline.assembly.non_finite import notes_on_data, why_not_finite
 from paceline.assembly.work import WorkAssignment, scored_train
 from paceline.config import RunConfig, is_simulated
 from paceline.core.server import Server
@@ -106,6 +108,21 @@ class Evaluator:
         if self._best is not None and (last := scores.get(self._part)) is not None:
             self._best.save_if_best(self._server, last)
         return scores
+
+    def judge(
+        self, scores: dict[str, Scores | None], stop_reason: str | None, losses: Callable[[], Sequence[float]]
+    ) -> dict[str, str]:
+        """Return status and reason of a finished run that failed, by its scores and pushes, for its result; else empty.
+
+        Say which samples are to blame if a loss is not finite and the weights are not.
+        """
+        config, server, task = self._config, self._server, self._task
+        if task is not None and (why := why_not_finite(config, server, task, scores)) is not None:
+            return {"status": "diverged", "reason": why}
+        for text in notes_on_data(task, scores):
+            self._report({"kind": "note", "text": text})
+        why = why_untrained(config, server) or why_collapsed(config, server, stop_reason, scores, losses)
+        return {"status": COLLAPSED, "reason": why} if why is not None else {}
 
     def chosen_on(self, was_met: bool) -> str | None:
         """The data by which the best weights were chosen, or the run ended as its target `was_met`; None: nothing."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
-from paceline.analysis.collapse import COLLAPSED, logged_losses, why_collapsed
+from paceline.analysis.collapse import logged_losses
 from paceline.analysis.reported import ReportedMetrics
 from paceline.assembly.non_finite import non_finite_row
 from paceline.assembly.work import WorkAssignment
@@ -21,7 +21,7 @@ from paceline.core.messages import Discard, Disposition, Drain, Expel, Input, Jo
 from paceline.core.server import PushGuard, Server
 from paceline.core.worker import LocalWorker
 from paceline.errors import UserError
-from paceline.interfaces import Report, Scores
+from paceline.interfaces import Report
 from paceline.runs.arrival_log import ArrivalLog
 from paceline.runs.control_files import DrainRequests
 from paceline.runs.events import EventLog
@@ -366,8 +366,8 @@ class Host:
         if self.timings.row(self.server.pushes) is not None:
             found = {"utilisation": self.timings.shares(self.server.num_workers), **found}
         scores = self._evaluator.final_scores(status == "diverged", self.stop_reason)
-        if status == "finished" and (why := self._why_collapsed(scores)) is not None:
-            found = {**found, "status": COLLAPSED, "reason": why}
+        if status == "finished":
+            found = {**found, **self._evaluator.judge(scores, self.stop_reason, self._logged_losses)}
         try:
             if status == "stopped" and self.server.can_checkpoint and not self.config.timing_only:
                 self.checkpoint()
@@ -380,9 +380,8 @@ class Host:
         facts = scores, tensors, model.num_parameters, self.stop_reason, self._notes.lost
         return make_result(self.config, self.server, self.clock.now(), *facts, *self._more_rows(), found, self._facts)
 
-    def _why_collapsed(self, scores: dict[str, Scores | None]) -> str | None:
-        path, config = self.folder.arrivals_file, self.config
-        return why_collapsed(config, self.server, self.stop_reason, scores, lambda: logged_losses(path, config))
+    def _logged_losses(self) -> list[float]:
+        return logged_losses(self.folder.arrivals_file, self.config)
 
     def _more_rows(self) -> list[dict[str, Any]]:
         """Rows of the result that only some runs have."""

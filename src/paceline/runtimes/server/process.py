@@ -12,7 +12,7 @@ import torch
 from paceline.assembly.cpu_sharing import server_threads
 from paceline.assembly.preflight import announce_batches, announce_rule
 from paceline.assembly.run import make_server, make_worker, sizes_of, work_of
-from paceline.assembly.task import identity_of, make_task
+from paceline.assembly.task import build_of, make_task
 from paceline.assembly.work import WorkAssignment
 from paceline.config import RunConfig, from_dict, max_workers_of
 from paceline.core.buffers import BufferSizes
@@ -47,7 +47,7 @@ def main(spec: dict[str, Any], fds: list[int]) -> int:
         assert host.task is not None and host.work is not None
         with torch.inference_mode():  # updates need no autograd
             sizes = sizes_of(config, host.task, host.work)
-            Service(host, peers, control, identity_of(host.task), sizes).run()
+            Service(host, peers, control, build_of(host.task), sizes).run()
         if not host.server.pushes and (host.stop_reason or "").startswith((RAISED, ALL_GONE)):
             host.close()
             raise RunFailed(f"{host.stop_reason}, before the first update: nothing was trained")

@@ -16,6 +16,7 @@ from paceline.core.failure_detector import FailureDetector
 from paceline.core.messages import OwnLoopInput, Push
 from paceline.errors import ProtocolError
 from paceline.runs.folder import ALL_GONE
+from paceline.runs.result import status_of
 from paceline.runtimes.server.admission import CEILING_SECONDS, Admission, StartBarrier
 from paceline.runtimes.server.file_service import FileService
 from paceline.runtimes.server.host import Host
@@ -24,6 +25,7 @@ from paceline.runtimes.server.service import GRACE_SECONDS, Dispatcher, serve_un
 from paceline.system.signals import INTERRUPTED, TERMINATED
 from paceline.system.strict_json import to_json
 from paceline.system.terminal import seconds_text
+from paceline.transports.frames import Ending
 from paceline.transports.listener import SOON_SECONDS, JoinRequest, Listener
 from paceline.transports.protocol import HEARD, Hello, Keepalive, ReportedFigures
 from paceline.transports.tcp_server import TcpPeer
@@ -130,7 +132,7 @@ class RemoteService:
         self._awaited: dict[int, float] = {}  # workers of own loops that were lost, and until when they are waited for
         self._checked = time.monotonic()
         self._empty_since: float | None = None
-        peers.is_drained = lambda worker: host.server.members[worker].released
+        peers.ending_of = self._ending_of
         peers.loop.register(control.connection, lambda: host.stop(control.receive()[0]["reason"]))
         peers.loop.register(listener, lambda: self.admit(listener.serve()))
         gate.open(self._give_up, self._expel)
@@ -142,6 +144,13 @@ class RemoteService:
             self._note_refused(text)
         for peer in self._peers.by_worker.values():
             peer.close()
+
+    def _ending_of(self, worker: int) -> Ending:
+        """What the last reply of a worker tells it."""
+        if self._host.server.members[worker].released:
+            return Ending.DRAINED
+        status = status_of(self._host.server, self._host.stop_reason)
+        return {"stopped": Ending.STOPPED, "diverged": Ending.DIVERGED}.get(status, Ending.FINISHED)
 
     def _all_know(self, deadline: float) -> bool:
         """Whether all workers have hung up: bytes still on their way would be lost with this process."""

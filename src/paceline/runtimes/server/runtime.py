@@ -15,6 +15,7 @@ from paceline.system.event_loop import EventLoop
 from paceline.system.memory import receive_fds
 from paceline.system.strict_json import to_json
 from paceline.system.terminal import seconds_text
+from paceline.transports.frames import Ending
 from paceline.transports.protocol import Peer, ScriptPeer
 from paceline.transports.tcp_server import TcpPeer
 
@@ -168,14 +169,15 @@ class TcpPeers(Peers[TcpPeer]):
     def __init__(self) -> None:
         super().__init__()
         self.loop = EventLoop()
-        self.is_drained: Callable[[int], bool] = lambda worker: False  # set by the service, which knows the members
+        self.ending_of: Callable[[int], Ending] = lambda worker: Ending.FINISHED  # set by the service, which knows more
 
     def send(self, reply: Reply, with_state: bool) -> None:
         """Send a reply; what the connection does not take at once is sent when it can be written."""
         peer = self.by_worker.get(reply.worker)
         if peer is not None:
             peer.wants_state = with_state and _has_state(peer)
-            peer.is_drained = reply.finished and self.is_drained(reply.worker)
+            if reply.finished:
+                peer.ending = self.ending_of(reply.worker)
             super().send(reply, with_state)
             self.loop.watch_writes(peer)
 

@@ -71,9 +71,9 @@ class ShardedClient(Transport):
         return self._first.farewell
 
     @property
-    def is_drained(self) -> bool:
-        """Whether the last reply ended the work of this worker alone, because an operator drained it."""
-        return self._first.is_drained
+    def ending(self) -> int:
+        """Why the last reply ended the work of this worker, as an `Ending`; 0: it goes on."""
+        return self._first.ending
 
     def apply(
         self, fields: Mapping[str, Any], patience: float, fresh: Callable[[], Mapping[str, Any]] = dict

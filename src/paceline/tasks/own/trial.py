@@ -68,6 +68,9 @@ def require_loss(
             value = loss(outputs, targets)
         except Exception as error:
             what = f"the loss of outputs {describe(outputs)} and {part} targets {describe(targets)}{_range(targets)}"
+            few = _too_few_classes(name, outputs, targets) if isinstance(error, IndexError) else None
+            if few is not None:
+                raise UserError(f"{what} fails: {few}") from error
             raise UserError(f"{what} fails: {in_a_line(error)}") from error
     if any(str(warning.message).startswith(_BROADCASTS) for warning in caught):
         what = f"the loss compares outputs {describe(outputs)} with {part} targets {describe(targets)}"
@@ -156,6 +159,16 @@ def _hint(inputs: Structure, targets: Structure, error: Exception) -> str:
         return f"; a dict of inputs becomes keyword arguments of forward(): {', '.join(map(str, inputs))}{pairs}"
     doubles = any(tensor.dtype == torch.float64 for tensor in tensors_of(inputs))
     return "; weights are float32: give inputs.float()" if doubles else ""
+
+
+def _too_few_classes(name: str, outputs: Any, targets: Structure) -> str | None:
+    """Say that labels are not numbers of the model's classes; None if they are, or outputs are no scores of classes."""
+    if not isinstance(outputs, Tensor) or outputs.dim() < 2 or not _range(targets):
+        return None
+    classes = outputs.shape[1]
+    if int(targets.min()) >= 0 and int(targets.max()) < classes:
+        return None
+    return f"model {name} scores {classes} classes, so give labels from 0 to {classes - 1}, or the model more outputs"
 
 
 def _range(targets: Structure) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import RunConfig, max_workers_of
-from paceline.errors import UserError
+from paceline.errors import Diverged, Interrupted, PacelineError, UserError
 from paceline.runtimes.scripts.process import run_script
 from paceline.runtimes.scripts.remote.client import LoopClient, StartAgain
 from paceline.runtimes.scripts.remote.code import ServedScript
@@ -23,6 +23,7 @@ from paceline.system.process import TETHER_VARIABLE, die_with, helper_command, h
 from paceline.system.signals import leave_signal
 from paceline.system.terminal import counted
 from paceline.transports.auth import TOKEN_VARIABLE
+from paceline.transports.frames import Ending
 
 LEAVE_SECONDS = 10.0  # how long a worker that got SIGTERM may take for its push
 LOOK_SECONDS = 0.1
@@ -73,6 +74,19 @@ class WorkerCommand:
         return process.returncode
 
 
+BAD_ENDS: dict[int, type[PacelineError]] = {Ending.STOPPED: Interrupted, Ending.DIVERGED: Diverged}
+
+
+def require_good_end(ending: int) -> None:
+    """Raise Interrupted if the server said that its run was stopped, and Diverged if it has diverged."""
+    said = {
+        Ending.STOPPED: "the run was stopped: 'paceline server --resume RUN' on its machine continues the run",
+        Ending.DIVERGED: "training has diverged: the server, and 'paceline status RUN' on its machine, say why",
+    }
+    if ending in BAD_ENDS:
+        raise BAD_ENDS[ending](said[Ending(ending)])
+
+
 def work_in_processes(command: WorkerCommand, workers: list[int | None]) -> bool:
     """Run several workers of one script beside each other. Return whether all of them trained to the end.
 
@@ -89,7 +103,11 @@ def work_in_processes(command: WorkerCommand, workers: list[int | None]) -> bool
             time.sleep(LOOK_SECONDS)
     if told:
         raise KeyboardInterrupt
-    return not any(process.returncode for process in started)
+    codes = {process.returncode for process in started}
+    for ending, error in BAD_ENDS.items():
+        if error.exit_code in codes:
+            require_good_end(ending)
+    return not any(codes)
 
 
 def work_in_script(
@@ -112,6 +130,7 @@ def work_in_script(
         raise StartAgain(worker) from None
     finally:
         client.close()
+    require_good_end(client.ending)
     if not client.has_joined:
         raise UserError(
             f"{line[0]} ended without calling paceline.join() and session.prepare(...): nothing was trained"
