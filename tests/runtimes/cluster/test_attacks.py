@@ -154,7 +154,7 @@ def test_whoever_takes_the_port_of_a_dead_server_commands_no_worker(
 @pytest.mark.parametrize("tls", [None, True])
 def test_a_worker_without_a_token_obeys_nobody_and_says_where_it_is(tmp_path: Path, tls: bool | None) -> None:
     attacker = Attacker(tmp_path, pose(b""))
-    message = "no token for .*: give RUN/token by --token-file or PACELINE_TOKEN; on the server's own machine name"
+    message = "no token for .*: give RUN/token by --token-file or PACELINE_TOKEN; on the server's own machine the run's"
     attacked(attacker, ConnectOptions(attacker.address, tls=tls, patience=1.0), message)
 
 

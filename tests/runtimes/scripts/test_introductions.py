@@ -74,7 +74,7 @@ def test_a_worker_0_that_leaves_before_its_hello_frees_its_place(tmp_path: Path)
 def test_a_number_belongs_to_one_worker(tmp_path: Path) -> None:
     with ServedLoops(tmp_path, workers=2) as served:
         first = served.worker(0)
-        with pytest.raises(UserError, match="worker 0 of 0 to 1 is here already"):
+        with pytest.raises(UserError, match="worker 0 is here already: leave --worker out"):
             served.worker(0)
         assert served.worker().number == 1
         first.client.close()
