@@ -395,7 +395,7 @@ def measure(
         facts["only_honest"], facts["replays"] = target.has_only_honest_records(), target.replays()
     facts["safe"] = (
         not facts["exceptions"]
-        and facts["exit_codes"] == (STOPPED, 0)
+        and facts["exit_codes"] == (STOPPED, STOPPED)
         and facts["only_honest"]
         and facts["replays"]
         and facts["memory_most"] - facts["memory_before"] < MOST_GROWTH_MIB

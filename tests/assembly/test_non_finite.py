@@ -102,7 +102,7 @@ def test_a_run_whose_pushes_were_all_zero_learned_nothing(record: Record, monkey
         return SupervisedTask(task.model, lambda outputs, y: (0.0 * outputs).sum() + 1.0, task.train, task.test)
 
     monkeypatch.setattr(recorded_runs, "small_task", build)
-    result, _ = ended(record, workers=2, rule="plain")
+    result, _ = ended(record, workers=2, rule="plain", steps=24)
     assert result["status"] == "collapsed"
     assert f"every push in {result['updates']} updates was 0, so nothing was trained" in result["reason"]
 

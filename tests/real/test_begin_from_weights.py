@@ -172,7 +172,7 @@ def test_a_worker_without_the_file_is_refused_only_if_its_model_needs_it(
 ) -> None:
     """The server sends what is trained; frozen weights and statistics do not travel."""
     config = resolve(RunConfig(task=TASK, weights=str(tmp_path / "given.safetensors")))
-    context = WorkerContext(WorkerOptions(), lambda config: None, print, lambda: False)
+    context = WorkerContext(WorkerOptions(), 0.0, lambda config: None, print, lambda: False)
     assert context.make_task(config, None).initial_weights is not None
     (tmp_path / "given.safetensors").unlink()
     with pytest.raises(UserError, match=r"needs the file that the run begins from.*--weights FILE"):

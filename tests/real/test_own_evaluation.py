@@ -35,12 +35,14 @@ with paceline.join() as session:
         with session.eval_weights(), torch.no_grad():
             net.eval()
             schedule.step(nn.functional.cross_entropy(net(x), y))
+        if session.finished:
+            break
     session.finish()
     if not os.environ.get("REPLAYED"):
         torch.save(net.state_dict(), f"worker{{session.worker}}.pt")
 """
 DIED = "session.worker == 1 and steps == 10 and os._exit(1)"
-BROKE_OFF = "if steps >= 20: session.finish()"
+BROKE_OFF = "if steps >= 20: session.finish(); break"
 
 
 def trained(cwd: Path, *arguments: str, inside: str = "pass") -> dict[str, Any]:

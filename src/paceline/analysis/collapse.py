@@ -88,10 +88,19 @@ def logged_losses(path: Path, config: RunConfig) -> list[float]:
     return [one.loss for one in records if one.kind == "push" and one.disposition == Disposition.TAKEN]
 
 
+def _num_steps(server: Server) -> int:
+    return server.version * (server.inside.steps if server.inside is not None else 1)
+
+
 def why_untrained(config: RunConfig, server: Server) -> str | None:
-    """Say that every push of a finished run was zero, and the likely cause; None if one was not, or nobody measured."""
-    if server.guard is None or not all(one.norms.are_all_zero for one in server.by_optimizer):
+    """Say that every push of a finished run was zero, and the likely cause.
+
+    None if one was not, if nobody measured, or after a few steps, in which tiny pushes can be meant.
+    """
+    if server.guard is None or _num_steps(server) < MIN_STEPS:
         return None  # without a guard no push is measured, but those of a log before a resume
+    if not all(one.norms.are_all_zero for one in server.by_optimizer):
+        return None
     what = f"training collapsed: every push in {counted(server.version, 'update')} was 0, so nothing was trained"
     instead = "call loss.backward() between zero_grad() and step()" if is_script(config) else "check the task's loss"
     return f"{what}: {instead}, and give a learning rate above 0"
@@ -114,8 +123,7 @@ def why_collapsed(
     whose loss exploded needs no epoch to be judged. One without classes has collapsed if its loss exploded and ended
     far above that of its first push.
     """
-    steps = server.version * (server.inside.steps if server.inside is not None else 1)
-    if steps < MIN_STEPS or stop_reason not in (None, TIME_IS_UP):
+    if _num_steps(server) < MIN_STEPS or stop_reason not in (None, TIME_IS_UP):
         return None
     part = next((part for part in ("train", "validation", "test") if scores.get(part) is not None), None)
     found = scores[part] if part is not None else None
