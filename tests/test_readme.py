@@ -117,6 +117,10 @@ def test_its_measured_figures_are_those_of_the_page_about_them() -> None:
         assert any(figure.strip() in line for line in beside), f"{what}: {figure} is not in docs/measured.md"
 
 
+def test_the_readme_is_one_page() -> None:
+    assert len(README.splitlines()) <= 180
+
+
 def test_every_benchmark_named_in_the_readme_exists() -> None:
     for script in set(re.findall(r"benchmarks/\w+\.py", README)):
         assert (ROOT / script).is_file(), script
