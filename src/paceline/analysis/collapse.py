@@ -95,7 +95,7 @@ def _num_steps(server: Server) -> int:
 def why_untrained(config: RunConfig, server: Server) -> str | None:
     """Say that every push of a finished run was zero, and the likely cause.
 
-    None if one was not, if nobody measured, or after a few steps, in which tiny pushes can be meant.
+    None if a push was not zero, if pushes were not measured, or after too few steps to tell.
     """
     if server.guard is None or _num_steps(server) < MIN_STEPS:
         return None  # without a guard no push is measured, but those of a log before a resume

@@ -1,4 +1,4 @@
-"""What a user's own loop is told on standard error: mistakes that stop nothing."""
+"""Notes to a user's own loop on standard error, about mistakes that do not end its run."""
 
 from __future__ import annotations
 
