@@ -17,7 +17,7 @@ from paceline.runtimes.sharded.spans import require_cuttable
 from paceline.settings.resolve import resolve
 from paceline.simulation.run import simulate
 from paceline.studies.batch_runs import resolve_for_simulation
-from tests.support.recorded_runs import Record, assert_same, records_of
+from tests.support.recorded_runs import Record, assert_replays
 
 pytestmark = pytest.mark.long  # left to `make test`
 
@@ -41,10 +41,7 @@ def test_a_run_survives_a_crash_and_replays(
     assert torch.equal(run.server.weights, before.weights)
     run.join_all()
     run.run_to_the_end()
-    again = run.replay()
-    again.feed(records_of(run))
-    assert again.mismatch is None
-    assert_same(again.server, run.server)
+    assert_replays(run)
 
 
 @pytest.mark.parametrize(("aggregate", "trim"), [("median", 2), ("trimmed:1", 1), ("mean", 0)])

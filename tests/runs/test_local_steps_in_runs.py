@@ -9,7 +9,7 @@ from paceline.core.messages import SetLocalSteps
 from paceline.runs.checkpoint import write_checkpoint
 from paceline.runs.recovery import rebuild
 from paceline.runtimes.server.runtime import LocalRuntime
-from tests.support.recorded_runs import Record, assert_same, checkpoint_now, records_of, small_task
+from tests.support.recorded_runs import Record, assert_replays, assert_same, checkpoint_now, records_of, small_task
 
 pytestmark = pytest.mark.long  # left to `make test`
 
@@ -28,10 +28,7 @@ def test_a_run_replays_to_the_same_bits_whoever_comes_and_goes(record: Record, s
     run.join(1)
     run.run_to_the_end()
     assert run.server.steps == {2: 1}
-    again = run.replay()
-    again.feed(records_of(run))
-    assert again.mismatch is None
-    assert_same(again.server, run.server)
+    assert_replays(run)
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
@@ -120,7 +117,4 @@ def test_where_a_worker_is_not_brought_its_optimizer_the_resume_says_so(record: 
     assert run.notes[-1] == "the optimizers of the workers' local steps begin anew, without a state"
     run.join_all()
     run.run_to_the_end()
-    again = run.replay()
-    again.feed(records_of(run))
-    assert again.mismatch is None
-    assert_same(again.server, run.server)
+    assert_replays(run)

@@ -188,6 +188,14 @@ def records_of(run: RecordedRun, start: int = 0) -> list[arrival_log.Record]:
     return records
 
 
+def assert_replays(run: RecordedRun) -> None:
+    """A replay of the whole log finds no mismatch and ends with the run's server."""
+    again = run.replay()
+    again.feed(records_of(run))
+    assert again.mismatch is None
+    assert_same(again.server, run.server)
+
+
 def checkpoint_now(run: RecordedRun) -> Checkpoint:
     """A cut at the next moment that allows one, as the host takes it."""
     while not run.server.can_checkpoint:
