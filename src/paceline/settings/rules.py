@@ -196,11 +196,11 @@ def warmup_of(config: RunConfig, updates: float) -> float:
     >>> warmup_of(replace(adam, warmup=0.0), 500), warmup_of(replace(adam, optimizer="sgd"), 500)
     (0.0, 0.0)
     """
-    needs_none = config.nesterov or config.optimizer in ("sgd", "script") or strategy_of(config).is_local
-    if config.warmup is not None or needs_none:
-        return config.warmup or 0.0
-    rule = chosen(config, None).rule if config.rule in AUTOMATIC else rule_of(config).name
-    if not RULES[rule].around_others:
+    if config.warmup is not None:
+        return config.warmup
+    if config.rule in AUTOMATIC:
+        config = replace(config, rule=chosen(config, None).rule)
+    if config.nesterov or strategy_of(config).is_local or not steps_with_another(config):
         return 0.0
     return min(MAX_GROWING, GROWING * (num_workers(config) - 1) / max(1.0, updates))
 
